@@ -546,3 +546,27 @@ def test_a_compiled_step_is_as_in_eager(step):
 def compare(eager, served):
     for name, one, other in zip(("state", "random", "output", "versions"), eager, served, strict=True):
         assert equal(one, other), name
+
+
+def trained_in_one_buffer(serve):
+    """Weights, gradients' counts and values of weights that are views of one buffer, as `serve` has them trained."""
+    flat = torch.linspace(-1, 1, 12)
+    weights = [torch.nn.Parameter(flat[i : i + 4]) for i in (0, 4, 8)]
+    inner = [torch.nn.Parameter(part) for part in weights[0].data.chunk(2)]
+    optimizer, log = torch.optim.AdamW([*weights, *inner], lr=0.1, foreach=False), []
+
+    def step(x):
+        sum((weight * x[: len(weight)]).sin().sum() for weight in [*weights, *inner]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        log.append(weights[0].sum().item())
+
+    served = serve(step)
+    for call in range(5):
+        served(torch.arange(4) + call)
+        log.append([weight._version for weight in [*weights, *inner]])
+    return log, flat.tolist(), [weight.tolist() for weight in inner]
+
+
+def test_updates_of_views_of_one_buffer_are_as_in_eager():
+    assert trained_in_one_buffer(co_run) == trained_in_one_buffer(lambda step: step)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import torch
 
+from wholestep.co_run.prefix_tree import Results, Unknown, storage_of
+from wholestep.co_run.queue import MISSING, Queue
+from wholestep.nested import tensors_of
 from wholestep.patches import Replacement
-from wholestep.torch_compat import function_modes_enabled
+from wholestep.torch_compat import function_modes_enabled, no_modes, storage_id
 from wholestep.trace.patches.like_updates import single_tensor_updates
 
 
@@ -29,7 +32,35 @@ class Update:
 _update = cache(Update)  # one object a function, in signatures
 
 
-def deferring(defer: Callable[..., None]) -> Iterator[Replacement]:
-    """Replacements that call ``defer(update, function, arguments...)``."""
+def deferred_updates(queue: Queue) -> Iterator[Replacement]:
+    """Replacements that defer such functions' calls in a queue."""
     for owner, name, function in single_tensor_updates():
-        yield owner, name, partial(defer, _update(owner, name), function)
+        yield owner, name, partial(_defer, queue, _update(owner, name), function)
+
+
+def _defer(queue: Queue, update: Update, function: Any, *args: Any, **kwargs: Any) -> None:
+    tensors = list(tensors_of((args, kwargs)))
+    shared = len({storage_id(storage_of(t)) for t in tensors}) < len(tensors)  # which may count writes together
+    if shared or torch.is_grad_enabled() or not queue.defers(tensors):
+        return function(*args, **kwargs)
+    with no_modes():
+        key, node = queue.looked_up(update, args, kwargs, any_float=True)
+    if node is MISSING:
+        return queue.learn(key, partial(_counted, tensors, function, args, kwargs))
+    if node is None:
+        queue.flush()  # slots that the arguments got are none
+        return function(*args, **kwargs)
+    for tensor, count in zip(tensors, node.results, strict=True):
+        for _ in range(count):
+            torch.autograd.graph.increment_version(tensor)
+    queue.defer(update, key, node, [t for t, n in zip(tensors, node.results, strict=True) if n])
+
+
+def _counted(tensors: list[torch.Tensor], function: Any, args: Any, kwargs: Any) -> Results:
+    """Runs an update, and counts how often it writes each tensor."""
+    counts = [tensor._version for tensor in tensors]
+    function(*args, **kwargs)
+    after = list(tensors_of((args, kwargs)))
+    if len(after) != len(tensors) or any(a is not b for a, b in zip(after, tensors, strict=True)):
+        raise Unknown  # states were made
+    return tuple([tensor._version - count for tensor, count in zip(tensors, counts, strict=True)])

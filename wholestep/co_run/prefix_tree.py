@@ -68,12 +68,11 @@ class Signatures:
 
     Attributes:
         count: how many nodes there are.
-        whole_updates: updates of lists of parameters are one call each; unless one decides on numbers.
     """
 
     def __init__(self) -> None:
         self._roots: dict[Any, Node] = {}
-        self.count, self.whole_updates = 0, True
+        self.count = 0
 
     def root(self) -> Node:
         """Before the first call of a segment that begins now."""

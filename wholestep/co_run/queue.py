@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from wholestep.co_run.operators import Facts, Kind, facts_of
-from wholestep.co_run.optimizer_updates import Update, deferring
 from wholestep.co_run.prefix_tree import Given, Layout, Node, Signatures, Unknown, described, place_of, storage_of
 from wholestep.co_run.ranks import Ranks
 from wholestep.co_run.reads import ExposedMemory, ExtensionWatch, flushing
@@ -118,8 +117,8 @@ class Queue(UnwrappedDispatchMode):
             return func(*args, **kwargs)
         if args and not facts.random and self._is_small(args):
             return func(*args, **kwargs)
-        key, node = self._looked_up(facts, args, kwargs, facts.any_float)
-        if node is _MISSING:
+        key, node = self.looked_up(facts, args, kwargs, facts.any_float)
+        if node is MISSING:
             return self._record(facts, args, kwargs, key)
         if node is None:
             return self._at_once(facts, args, kwargs)
@@ -139,8 +138,8 @@ class Queue(UnwrappedDispatchMode):
         self._path.append(node)
         return found
 
-    def _looked_up(self, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any], any_float: bool) -> tuple[Any, Any]:
-        """A call's key and its node: None for one that runs at once, `_MISSING` where it is not known."""
+    def looked_up(self, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any], any_float: bool) -> tuple[Any, Any]:
+        """A call's key and its node: None for one that runs at once, `MISSING` where it is not known."""
         self._node = self._begin_segment()
         self._any_float = any_float
         before = len(self._numbers), len(self._tensors)
@@ -155,72 +154,49 @@ class Queue(UnwrappedDispatchMode):
                 new = tuple(self._new)
                 self._new.clear()
             key = what, parts, named, new
-            node = self._node.next.get(key, _MISSING)
-            if node is _MISSING and self._ranks is not None:
+            node = self._node.next.get(key, MISSING)
+            if node is MISSING and self._ranks is not None:
                 node = self._add(key, self._described(self._ranks, what, args, kwargs))
         except (_Opaque, Unknown, TypeError, RuntimeError):  # or an argument does not hash, or is nested, without sizes
             key, node = None, None
-        if node is None or node is _MISSING:
+        if node is None or node is MISSING:
             self._numbers[before[0] :], self._tensors[before[1] :], self._externals[before[1] :] = [], [], []
         return key, node
 
     def replacements(self) -> list[Replacement]:
         """What is patched while operators are deferred."""
-        return [*flushing(self.read, self.exposed.add, self.run_at_once), *deferring(self.update)]
+        return [*flushing(self.read, self.exposed.add, self.run_at_once)]
 
-    # -- updates of an optimizer -----------------------------------------------------------------------
-
-    def update(self, update: Update, function: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Defers torch's function that updates a list of parameters, as one call."""
-        tensors = list(tensors_of((args, kwargs)))
-        if self._defers_update(tensors):
-            with no_modes():
-                key, node = self._looked_up(update, args, kwargs, any_float=True)
-            if node is _MISSING:
-                return self._record_update(update, function, args, kwargs, key)
-            if node is not None:
-                self.watch.end()
-                for tensor, count in zip(tensors, node.results, strict=True):
-                    for _ in range(count):
-                        torch.autograd.graph.increment_version(tensor)
-                self._pending.update(storage_id(storage_of(t)) for t, n in zip(tensors, node.results, strict=True) if n)
-                self._calls.append((update, key[1], key[2], None))
-                self._path.append(node)
-                self._node = node
-                return None
-            self._new.clear()
-            self.flush()  # slots that the arguments got are none
-        return function(*args, **kwargs)
-
-    def _defers_update(self, tensors: list[torch.Tensor]) -> bool:
-        if self._ranks is not None or not self._signatures.whole_updates or torch.is_grad_enabled():
-            return False
+    def defers(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether a call with these tensors can be deferred now."""
         if self._paused or self._running or self._undeferred:
             return False
         if any(type(t) not in _PLAIN or t.layout is not _STRIDED or t.is_inference() for t in tensors):
             return False
-        if len({storage_id(storage_of(t)) for t in tensors}) < len(tensors):  # which may count writes together
-            return False
         return not (self.exposed and self.exposed.holds(tensors))
 
-    def _record_update(self, update: Update, function: Any, args: Any, kwargs: Any, key: Any) -> None:
-        """Runs an update that is not known after what came before it, and remembers how often it writes."""
-        tensors = list(tensors_of((args, kwargs)))
+    def defer(self, function: Any, key: Any, node: Node, written: Iterable[torch.Tensor]) -> None:
+        """Defers a call without results that is known."""
+        self.watch.end()
+        self._pending.update(storage_id(storage_of(tensor)) for tensor in written)
+        self._calls.append((function, key[1], key[2], None))
+        self._path.append(node)
+        self._node = node
+
+    def learn(self, key: Any, run: Callable[[], Any]) -> None:
+        """Runs a call that is not known after those before it; what it gives is known of it, unless it is `Unknown`."""
         self._run_pending()
         self.known = False
         before, self._node = self._node or Node(), Node()
-        self._paused, counts = True, [tensor._version for tensor in tensors]
+        self._paused = True
         try:
-            function(*args, **kwargs)
+            results = run()
+        except Unknown:
+            before.next[key] = None
+            return self._begin()
         finally:
             self._paused = False
-        after = list(tensors_of((args, kwargs)))
-        if len(after) == len(tensors) and all(a is b for a, b in zip(after, tensors, strict=True)):
-            results = [tensor._version - count for tensor, count in zip(tensors, counts, strict=True)]
-            self._node = self._signatures.add(before, key, tuple(results))
-        else:  # states were made
-            before.next[key] = None
-            self._begin()
+        self._node = self._signatures.add(before, key, results)
 
     @staticmethod
     def _written(facts: Facts, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
@@ -509,4 +485,4 @@ class Queue(UnwrappedDispatchMode):
                 self._views.keep(self._held)
 
 
-_MISSING: Any = object()
+MISSING: Any = object()

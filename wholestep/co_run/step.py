@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from wholestep.co_run.optimizer_updates import Update
+from wholestep.co_run.optimizer_updates import Update, deferred_updates
 from wholestep.co_run.prefix_tree import Node, Signatures
 from wholestep.co_run.queue import Queue
 from wholestep.co_run.rank_program import RankProgram
@@ -64,6 +64,7 @@ class CoRun:
         self._exposed: ExposedMemory | None = None
         self._ranks = None if options.executor.plain else Ranks(fn, options)
         self._signatures = Signatures()
+        self._whole_updates = True  # of lists of parameters, as one call each; unless one decides on numbers
         self.refused: list[str] = []
         self.segments: list[tuple[int, int, str]] = []
         self.eager = ""
@@ -98,7 +99,8 @@ class CoRun:
             return threading.get_ident() == thread
 
         _active.queue = queue
-        begun: AbstractContextManager[list[Replacement]] = nullcontext([])
+        updates = deferred_updates(queue) if ranks is None and self._whole_updates else ()
+        begun: AbstractContextManager[list[Replacement]] = nullcontext([*updates])
         if ranks is not None:
             begun = ranks.call(args, kwargs, queue)
         try:
@@ -168,7 +170,7 @@ class CoRun:
                 program = SegmentProgram(segment, tensors, numbers, varying, self._options)
             except Exception as error:  # nothing has run yet: a segment that cannot be compiled runs as it is
                 if any(type(function) is Update for function, *_ in segment.calls):
-                    self._signatures.whole_updates = False
+                    self._whole_updates = False
                 else:
                     self.refused.append(f"{type(error).__name__}: {error}")
                 node.refused.add(key)
