@@ -96,6 +96,26 @@ def test_which_clauses_catch() -> None:
     assert served(KeyError) == [True, True, True, False]
 
 
+def test_clauses_with_long_bodies() -> None:
+    """Jumps across them, and names after many others, take more than one instruction."""
+    names = "; ".join(f"name{i}" for i in range(300))
+    source = f"""
+def around(error):
+    try:
+        return [is_caught(error)]
+        {names}
+    except OverflowError:
+        {names}
+    except (KeyError, IndexError):
+        {names}
+"""
+    known: dict[str, Any] = {"is_caught": is_caught}
+    exec(source, known)
+    around = known["around"]
+    served = CoRun(around, around, Options(PlanExecutor(None, None)))
+    assert [served(kind) for kind in (IndexError, ValueError, OverflowError)] == [[True], [False], [True]]
+
+
 class Bad(Exception):
     pass
 

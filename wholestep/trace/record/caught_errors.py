@@ -72,8 +72,11 @@ def _named(parts: list[str], known: dict[str, Any]) -> Any:
 @functools.cache
 def _clauses(code: CodeType, at: int) -> list[tuple[str, ...]]:
     """The names in each except clause around an instruction; of one that catches all, a name of no class."""
-    instructions = list(dis.get_instructions(code))
-    places = {instruction.offset: index for index, instruction in enumerate(instructions)}
+    instructions, places = list[Any](), dict[int, int]()
+    for instruction in dis.get_instructions(code):
+        places[instruction.offset] = len(instructions)
+        if instruction.opname != "EXTENDED_ARG":  # part of the next
+            instructions.append(instruction)
     entries, clauses = vars(dis.Bytecode(code))["exception_entries"], list[tuple[str, ...]]()
     while (entry := next((e for e in entries if e.start <= at < e.end), None)) is not None:
         at = entry.target
