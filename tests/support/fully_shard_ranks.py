@@ -248,10 +248,16 @@ def access(folder: str) -> dict[str, Any]:
     again = torch.optim.AdamW(other.parameters(), lr=0.05)
     ws.load(folder, other, again)
     found["loaded"] = all(map(torch.equal, ws.full_state_dict(other).values(), whole.values()))
-    for one, fresh in ((model, opt), (other, again)):
+    third = shard_all(drawn(Stack().double(), 2))
+    by_torch = torch.optim.AdamW(third.parameters(), lr=0.05)
+    third.load_state_dict(whole)
+    by_torch.load_state_dict(state)
+    for one, fresh in ((model, opt), (other, again), (third, by_torch)):
         one(x).square().mean().backward()
         fresh.step()
     found["goes on"] = all(map(torch.equal, other.state_dict().values(), model.state_dict().values()))
+    found["goes on from whole tensors"] = all(map(torch.equal, third.parameters(), model.parameters()))
+    found["which stay whole"] = list(state["state"][0]["exp_avg"].shape) == [WIDE, WIDE]
     found["final"] = {name: one.tolist() for name, one in ws.full_state_dict(other).items()}
     return found
 

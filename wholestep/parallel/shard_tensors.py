@@ -1,17 +1,21 @@
 """Parts of parameters, which no layer takes for whole ones, and their gradients, whose norms are the whole gradients'.
 
-Norms and unscaling are what clipping, logging and `GradScaler` ask for.
+Norms and unscaling are what clipping, logging and `GradScaler` ask for. The states of optimizers are parts, too, and
+whole ones that these load, or have made before, become so when the next step begins.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from wholestep import comm
 from wholestep.comm.api.tracing import is_captured
@@ -87,6 +91,8 @@ class ShardGrad(torch.Tensor):
 
 def become_parts(parameters: Sequence[torch.Tensor], group: comm.ProcessGroup) -> None:
     """The parameters are `ShardParameter`s, and what a backward leaves in their ``grad`` is a `ShardGrad`."""
+    _watch_optimizers()
+    _SEEN.clear()
     kind = type("ShardGrad", (ShardGrad,), {"group": group})
 
     def mark(parameter: torch.Tensor) -> None:
@@ -101,6 +107,29 @@ def become_parts(parameters: Sequence[torch.Tensor], group: comm.ProcessGroup) -
             parameter.__class__ = ShardParameter
             parameter.__dict__["wholestep_grad"] = kind
     _hook_gradients(parameters, mark)
+
+
+_SEEN: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()  # the states that have no whole tensors
+
+
+def _take_parts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A step begins: whole tensors beside parts become parts. Loading gives an optimizer another ``state`` object."""
+    states = vars(optimizer).get("state", {})
+    if _SEEN.get(optimizer) is states or is_captured():
+        return
+    for parameter, state in states.items():
+        part = part_of(parameter) if isinstance(parameter, torch.Tensor) else None
+        if part is None or part.is_whole:
+            continue
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == part.shape:
+                state[name] = value[part.slices].clone()
+    _SEEN[optimizer] = states
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_take_parts)
 
 
 def stay_whole(parameters: Sequence[torch.Tensor], groups: Sequence[comm.ProcessGroup], syncs: Any) -> None:

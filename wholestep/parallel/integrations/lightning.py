@@ -11,7 +11,7 @@ from torch import nn
 
 from wholestep.parallel.comm_hooks.post_local_sgd import PeriodicModelAverager, PostLocalSGDState
 from wholestep.parallel.distributed_data_parallel import DistributedDataParallel
-from wholestep.parallel.integrations import extra_needed, join_world, take_parts
+from wholestep.parallel.integrations import extra_needed, join_world
 from wholestep.parallel.sharded_modules import FSDPModule, fully_shard
 from wholestep.parallel.sync_batchnorm import SyncBatchNorm
 from wholestep.spmd import full_state_dict
@@ -144,12 +144,6 @@ class FullyShardStrategy(DDPStrategy):
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """With whole tensors."""
         return full_state_dict(optimizer)
-
-    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Of whole tensors, the parts."""
-        for optimizer in self.optimizers:
-            optimizer.register_load_state_dict_pre_hook(take_parts)
-        super().load_optimizer_state_dict(checkpoint)
 
 
 class _WithManualBackwards(_ForwardRedirection):

@@ -5,14 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from wholestep.parallel.integrations import extra_needed, take_parts
+from wholestep.parallel.integrations import extra_needed
+from wholestep.parallel.integrations.accelerate import Accelerator
 from wholestep.parallel.sharded_modules import FSDPModule, summon_full_params
 from wholestep.spmd import full_state_dict
 
 try:
     import transformers
-
-    from wholestep.parallel.integrations.accelerate import Accelerator
 except ImportError as missing:
     raise extra_needed("transformers") from missing
 
@@ -47,10 +46,6 @@ class TrainerMixin:
             super()._save_optimizer_and_scheduler(*args, **kwargs)  # type: ignore[misc]
         finally:
             self.optimizer = optimizer
-
-    def _load_optimizer_and_scheduler(self, *args: Any, **kwargs: Any) -> None:
-        getattr(self.optimizer, "optimizer", self.optimizer).register_load_state_dict_pre_hook(take_parts)
-        super()._load_optimizer_and_scheduler(*args, **kwargs)  # type: ignore[misc]
 
 
 class Trainer(TrainerMixin, transformers.Trainer):
