@@ -15,9 +15,9 @@ MODELS = programs.MODELS if LONG else ["mlp"]
 WAYS = list(programs.WAYS) if LONG else ["join", "a hook, compiled step"]
 
 
-@pytest.mark.parametrize("size", [2, 4] if LONG else [2])
+@pytest.mark.parametrize(("transport", "size"), [("shm", 2), *([("shm", 4), ("thread", 2)] if LONG else [])])
 @pytest.mark.parametrize("model", MODELS)
-def test_losses_and_weights_are_those_of_the_naive_form(model, size):
-    for each in run_ranks(programs.beside_naive_all, size, args=([model], WAYS), timeout=600):
+def test_losses_and_weights_are_those_of_the_naive_form(model, transport, size):
+    for each in run_ranks(programs.beside_naive_all, size, transport, ([model], WAYS), timeout=600):
         assert len(each) == len(WAYS)
         assert {name: found for name, found in each.items() if isinstance(found, str) or found > 1e-10} == {}

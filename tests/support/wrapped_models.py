@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -21,6 +22,7 @@ from wholestep.parallel import DistributedDataParallel as DDP
 MODELS = [*FIRST, *HELD_OUT]
 ITERATIONS = 3
 SMALL = {"bucket_cap_mb": 0.001}
+DRAWING = threading.Lock()  # ranks that are threads have one generator
 
 
 def hooked(hook: Any, state: Callable[[], Any] = lambda: None) -> Callable[[nn.Module], nn.Module]:
@@ -57,8 +59,9 @@ WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], str]] = {
 
 def batch_of(name: str, iteration: int) -> Batch:
     """This rank's rows in an iteration."""
-    torch.manual_seed(1000 * iteration + comm.get_rank())
-    batch = {**FIRST, **HELD_OUT}[name][1]()
+    with DRAWING:
+        torch.manual_seed(1000 * iteration + comm.get_rank())
+        batch = {**FIRST, **HELD_OUT}[name][1]()
     return {key: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for key, v in batch.items()}
 
 
@@ -70,7 +73,8 @@ def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:
 def beside_naive(name: str, way: str) -> float:
     """The largest difference of losses, weights and buffers from the naive form's."""
     wrap, manner = WAYS[way]
-    model, _, _ = make(name)
+    with DRAWING:
+        model, _, _ = make(name)
     naive, rank, size = copy.deepcopy(model), comm.get_rank(), comm.get_world_size()
     wrapped = wrap(model)
     opts = [torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (wrapped, naive)]
