@@ -17,7 +17,7 @@ import gc
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -49,16 +49,17 @@ class Patch:
         self.owner, self.name = owner, name
         self.acting: list[tuple[Here, Any]] = []
         self._own = _names(owner).get(name, _ABSENT)
-        if isinstance(owner, dict):
-            self.original = owner[name] if name in owner else getattr(builtins, name)
-            self.put: Any = _callable(self)
-        elif isinstance(owner, type):
-            self.original = inspect.getattr_static(owner, name)
-            self.put = _Descriptor(self)
-        else:
-            self.original = getattr(owner, name)
-            self.put = _callable(self)
-        _write(owner, name, self.put)
+        self.original = _found(owner, name)
+        self.put: Any = _Descriptor(self) if isinstance(owner, type) else _callable(self)
+
+    def begin(self) -> None:
+        """Stands in the attribute's place from now on."""
+        _write(self.owner, self.name, self.put)
+
+    def fits(self) -> bool:
+        """Whether what is there is what was there."""
+        own = _names(self.owner).get(self.name, _ABSENT)
+        return own is self._own and _found(self.owner, self.name) is self.original
 
     def chosen(self) -> Any:
         """What the calling thread finds."""
@@ -72,11 +73,22 @@ class Patch:
         """Puts back what was there, unless somebody has set the attribute since."""
         if _names(self.owner).get(self.name) is self.put:
             _write(self.owner, self.name, self._own)
-        self.put = None  # which leads here: without the cycle, all of this goes at once
 
 
 def _names(owner: Any) -> Any:
     return owner if isinstance(owner, dict) else vars(owner)
+
+
+def _found(owner: Any, name: str) -> Any:
+    """An attribute: of a class as in its dictionary, or in that of a base."""
+    if isinstance(owner, dict):
+        return owner[name] if name in owner else getattr(builtins, name)
+    if not isinstance(owner, type):
+        return getattr(owner, name)
+    for base in owner.__mro__:
+        if name in vars(base):
+            return vars(base)[name]
+    return inspect.getattr_static(owner, name)
 
 
 class _Descriptor:
@@ -176,8 +188,9 @@ def _write(owner: Any, name: str, value: Any) -> None:
         else:
             owner[name] = value
         return
+    mapping = _no_sequence(owner) if name == "__getitem__" and isinstance(owner, type) else nullcontext()
     try:
-        with _no_sequence(owner, name):
+        with mapping:
             delattr(owner, name) if value is _ABSENT else setattr(owner, name, value)
     except TypeError:  # a class of C, whose attributes Python does not set: in its dictionary, behind the proxy
         (table,) = gc.get_referents(vars(owner))
@@ -205,11 +218,8 @@ def _all_classes(kind: type) -> Iterator[type]:
 
 
 @contextmanager
-def _no_sequence(owner: Any, name: str) -> Iterator[None]:
+def _no_sequence(owner: type) -> Iterator[None]:
     """A class that is a mapping and no sequence stays so: of a `__getitem__` set from Python, CPython makes both."""
-    if name != "__getitem__" or not isinstance(owner, type):
-        yield
-        return
     mappings = [item for item in map(_item_of, _all_classes(owner)) if item.value is None]
     yield
     for item in mappings:
@@ -217,10 +227,16 @@ def _no_sequence(owner: Any, name: str) -> Iterator[None]:
 
 
 class Patches:
-    """Patches that begin and end together."""
+    """Patches that begin and end together.
 
-    def __init__(self) -> None:
+    Args:
+        lasting: they begin again and again, and what stands in the attributes' places is made once.
+    """
+
+    def __init__(self, lasting: bool = False) -> None:
         self._open: list[tuple[Patch, tuple[Here, Any]]] = []
+        self._made: dict[tuple[int, str], Patch] = {}
+        self._lasting = lasting
 
     def put(self, replacements: Iterable[Replacement], here: Here) -> None:
         """Begins: for threads of which ``here()`` is true, attributes are others from now on."""
@@ -228,10 +244,19 @@ class Patches:
             for owner, name, replacement in replacements:
                 key = id(owner), name
                 if key not in active:
-                    active[key] = Patch(owner, name)
+                    active[key] = self._patch(owner, name)
+                    active[key].begin()
                 entry = here, replacement
                 active[key].acting.append(entry)
                 self._open.append((active[key], entry))
+
+    def _patch(self, owner: Any, name: str) -> Patch:
+        made = self._made.get((id(owner), name))
+        if made is None or not made.fits():
+            made = Patch(owner, name)
+            if self._lasting:
+                self._made[id(owner), name] = made
+        return made
 
     def restore(self) -> None:
         """Ends them; what nobody else patches is as it was."""
@@ -242,17 +267,22 @@ class Patches:
                 if not patch.acting:
                     patch.remove()
                     del active[id(patch.owner), patch.name]
+                    if not self._lasting:
+                        patch.put = None  # which leads to the patch: without the cycle, all of this goes at once
+
+    @contextmanager
+    def during(self, replacements: Iterable[Replacement], here: Here) -> Iterator[None]:
+        """The same for a ``with`` statement."""
+        try:
+            self.put(replacements, here)
+            yield
+        finally:
+            self.restore()
 
 
-@contextmanager
-def patched(replacements: Iterable[Replacement], here: Here) -> Iterator[None]:
-    """`Patches` for a ``with`` statement."""
-    patches = Patches()
-    try:
-        patches.put(replacements, here)
-        yield
-    finally:
-        patches.restore()
+def patched(replacements: Iterable[Replacement], here: Here) -> AbstractContextManager[None]:
+    """Patches for one ``with`` statement."""
+    return Patches().during(replacements, here)
 
 
 @contextmanager
@@ -273,7 +303,7 @@ def is_suspended() -> bool:
 def original(owner: Any, name: str) -> Any:
     """An attribute as threads find it that nothing is patched for."""
     patch = active.get((id(owner), name))
-    return inspect.getattr_static(owner, name) if patch is None else patch.original
+    return _found(owner, name) if patch is None else patch.original
 
 
 def reading(function: FunctionType, **names: Any) -> FunctionType:

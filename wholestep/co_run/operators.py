@@ -40,9 +40,11 @@ _AT_ONCE = {
     *SHAPE_FROM_DATA, *GRAD_SENSITIVE,
 }  # fmt: skip
 
-# Of these, those that only read, so that what they do not read may stay deferred. C++ may write to what `empty` gives.
-_READS = {aten._local_scalar_dense.default, aten.item.default, aten.equal.default, aten.lift_fresh.default,
-          aten.empty.memory_format}  # fmt: skip
+# Of these, those that only read, so that what they do not read may stay deferred.
+_READS = {aten._local_scalar_dense.default, aten.item.default, aten.equal.default}
+
+# And those that tell Python nothing of what is in tensors. C++ may write to what `empty` gives.
+_TELL_NOTHING = {aten.lift_fresh.default, aten.empty.memory_format}
 
 # Operators that take a number as what to write.
 _FILLS = {"full", "full_like", "new_full", "fill", "masked_fill", "index_fill", "scalar_tensor", "where", "add", "lerp"}
@@ -61,6 +63,7 @@ class Facts:
         written: positions of the arguments that it writes, also where its schema does not say so.
         names: of its arguments, by position.
         only_reads: runs at once, and needs only what it reads.
+        tells: runs at once, and Python may decide by what it gives.
         random: draws from a generator.
         any_float: floats among its arguments do not decide how its results are laid out.
         refuses: the error that its kernel may raise on data.
@@ -73,6 +76,7 @@ class Facts:
     written: tuple[int, ...]
     names: tuple[str, ...]
     only_reads: bool
+    tells: bool
     random: bool
     any_float: bool
     refuses: type[Exception] | None = None
@@ -91,11 +95,12 @@ def facts_of(op: Any) -> Facts:
     """The facts of an operator, of its kind with a schema or of a higher order."""
     found = _known.get(id(op))
     if found is None and isinstance(op, HigherOrderOperator):
-        found = _known[id(op)] = Facts(op, Kind.AT_ONCE, (), (), False, False, False)  # type: ignore[arg-type]
+        found = _known[id(op)] = Facts(op, Kind.AT_ONCE, (), (), False, True, False, False)  # type: ignore[arg-type]
     elif found is None:
         written = (*written_arguments(op), *HIDDEN_WRITES.get(op, ()))
         names = tuple(argument.name for argument in op._schema.arguments)
-        only_reads = op in _READS or op.namespace == "profiler"
+        tells = op not in _TELL_NOTHING and op.namespace != "profiler"
+        only_reads = op in _READS or not tells
         name = base_name(op)
         any_float = torch.Tag.pointwise in op.tags or name in _FILLS or name.startswith(("_foreach_", "_fused_"))
         any_float |= name.endswith("_") and not name.endswith("__")
@@ -103,7 +108,7 @@ def facts_of(op: Any) -> Facts:
         inside = is_differentiated_inside(op)
         kind, refused = _kind(op), refuses(op)
         in_loop = bool(written) and name.startswith("_foreach_")
-        found = Facts(op, kind, written, names, only_reads, random, any_float, refused, inside, in_loop)
+        found = Facts(op, kind, written, names, only_reads, tells, random, any_float, refused, inside, in_loop)
         _known[id(op)] = found
     return found
 

@@ -11,6 +11,7 @@ import torch
 
 from wholestep.co_run.prefix_tree import Results, Unknown, storage_of
 from wholestep.co_run.queue import MISSING, Queue
+from wholestep.co_run.reads import current
 from wholestep.nested import tensors_of
 from wholestep.patches import Replacement
 from wholestep.torch_compat import function_modes_enabled, no_modes, storage_id
@@ -29,16 +30,19 @@ class Update:
             getattr(self.owner, self.name)(*args, **kwargs)
 
 
-_update = cache(Update)  # one object a function, in signatures
-
-
-def deferred_updates(queue: Queue) -> Iterator[Replacement]:
-    """Replacements that defer such functions' calls in a queue."""
+def deferred_updates() -> Iterator[Replacement]:
+    """Replacements that defer such functions' calls in the thread's queue."""
     for owner, name, function in single_tensor_updates():
-        yield owner, name, partial(_defer, queue, _update(owner, name), function)
+        yield owner, name, _deferred(owner, name, function)
 
 
-def _defer(queue: Queue, update: Update, function: Any, *args: Any, **kwargs: Any) -> None:
+@cache
+def _deferred(owner: Any, name: str, function: Any) -> Any:
+    return partial(_defer, Update(owner, name), function)
+
+
+def _defer(update: Update, function: Any, *args: Any, **kwargs: Any) -> None:
+    queue: Queue = current.queue
     tensors = list(tensors_of((args, kwargs)))
     shared = len({storage_id(storage_of(t)) for t in tensors}) < len(tensors)  # which may count writes together
     if shared or torch.is_grad_enabled() or not queue.defers(tensors):

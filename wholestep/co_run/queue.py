@@ -11,12 +11,11 @@ import torch
 from wholestep.co_run.operators import Facts, Kind, facts_of
 from wholestep.co_run.prefix_tree import Given, Layout, Node, Signatures, Unknown, described, place_of, storage_of
 from wholestep.co_run.ranks import Ranks
-from wholestep.co_run.reads import ExposedMemory, ExtensionWatch, flushing
+from wholestep.co_run.reads import ExposedMemory, ExtensionWatch
 from wholestep.co_run.segment import FALSE, FLOAT, TRUE, Exactly, RecordedCall, Segment, Slot, slot
 from wholestep.co_run.shards import At, PartViews
 from wholestep.errors import PlanError
 from wholestep.nested import leaves, map_leaves, tensors_of
-from wholestep.patches import Replacement
 from wholestep.torch_compat import (
     UnwrappedDispatchMode,
     dispatching,
@@ -162,10 +161,6 @@ class Queue(UnwrappedDispatchMode):
         if node is None or node is MISSING:
             self._numbers[before[0] :], self._tensors[before[1] :], self._externals[before[1] :] = [], [], []
         return key, node
-
-    def replacements(self) -> list[Replacement]:
-        """What is patched while operators are deferred."""
-        return [*flushing(self.read, self.exposed.add, self.run_at_once)]
 
     def defers(self, tensors: list[torch.Tensor]) -> bool:
         """Whether a call with these tensors can be deferred now."""
@@ -405,7 +400,8 @@ class Queue(UnwrappedDispatchMode):
 
     def _at_once(self, facts: Facts, args: Any, kwargs: Any) -> Any:
         self._new.clear()
-        self.watch.begin()  # what is read may decide
+        if facts.tells:
+            self.watch.begin()  # what is read may decide
         if not facts.only_reads or self._undeferred or self._touches(args):
             self.flush()
         if self._ranks is not None:

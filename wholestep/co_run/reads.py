@@ -11,7 +11,7 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from types import FrameType
 from typing import Any
@@ -57,42 +57,58 @@ INDEXING = ((torch.Tensor, "__getitem__"), (torch.Tensor, "__setitem__"))
 WITHOUT_MODES = (COMPILED_OPERATORS, (torch.jit, "trace"), (torch.jit, "trace_module"))
 
 
-def flushing(
-    read: Callable[[Any], None], expose: Callable[[Any, Any], None], run_at_once: Callable[[], None]
-) -> list[Replacement]:
-    """Replacements for all of these, and for what sets how kernels compute, that call ``read(arguments)`` first.
+class _Current(threading.local):
+    queue: Any = None
 
-    Args:
-        expose: called with each array that is made of a tensor, and the tensor.
-        run_at_once: called before a thread begins, which may be handed tensors in ways that nobody sees.
+
+current = _Current()
+"""The queue in which the calling thread defers operators, if any."""
+
+
+_kept = functools.lru_cache(512)  # replacements of what was there lately
+
+
+def flushing() -> Iterator[Replacement]:
+    """Replacements for all of these, and for what sets how kernels compute, that ask `current` to `read` first.
+
+    The same objects each time, as long as what they replace is the same. Before a thread begins, which may be handed
+    tensors in ways that nobody sees, all runs at once.
     """
-    owners = [(torch.Tensor, name) for name in TENSOR] + [(torch.Generator, name) for name in GENERATOR]
-    always = ((owner, name, None) for owner, name in [*owners, *FUNCTIONS, *setters()])
-    anything = [(*one, lambda args: True) for one in WITHOUT_MODES]
-    asked = [*((*one, _has_tensor) for one in GIVEN), *((*one, _has_sequence) for one in INDEXING), *anything]
-    found = [(owner, name, _after(read, owner, name, reads, expose)) for owner, name, reads in [*always, *asked]
-             if hasattr(owner, name)]  # fmt: skip
-    start = original(threading.Thread, "start")
+    for owner, name, reads in _asked():
+        if hasattr(owner, name):
+            yield owner, name, _after(owner, name, reads, original(owner, name))
+    yield torch.Tensor, "__new__", _new(original(torch.Tensor, "__new__"))
+    yield threading.Thread, "start", _begin(original(threading.Thread, "start"))
 
+
+def _asked() -> Iterator[tuple[Any, str, Callable[[Any], bool] | None]]:
+    """Owners and names, and whether a call with given arguments reads: None where each does."""
+    yield from _ALWAYS
+    yield from ((owner, name, None) for owner, name in setters())
+    yield from _WITH_ARGUMENTS
+
+
+@_kept
+def _begin(start: Callable[..., None]) -> Callable[..., None]:
     def begin(thread: threading.Thread) -> None:
-        run_at_once()
+        current.queue.run_at_once()
         start(thread)
 
-    return [*found, (torch.Tensor, "__new__", staticmethod(_new(read))), (threading.Thread, "start", begin)]
+    return begin
 
 
-def _new(read: Callable[[Any], None]) -> Callable[..., torch.Tensor]:
+@_kept
+def _new(make: Callable[..., torch.Tensor]) -> Any:
     """Subclasses are made where no mode is: C++ makes them of a tensor that has no object of Python yet."""
-    make = original(torch.Tensor, "__new__")
 
     def new(kind: type, *args: Any, **kwargs: Any) -> torch.Tensor:
         if kind is torch.Tensor:
             return make(kind, *args, **kwargs)
-        read((args, kwargs))
+        current.queue.read((args, kwargs))
         with dispatch_modes_off():
             return make(kind, *args, **kwargs)
 
-    return new
+    return staticmethod(new)
 
 
 def _has_tensor(args: Sequence[Any]) -> bool:
@@ -106,15 +122,12 @@ def _has_sequence(args: Sequence[Any]) -> bool:
     return any(type(a) in (list, tuple) and _has_tensor(a) for a in nested)
 
 
-def _after(
-    read: Callable[[Any], None], owner: Any, name: str, reads: Callable[[Any], bool] | None,
-    expose: Callable[[Any, Any], None],
-) -> Any:  # fmt: skip
-    found = original(owner, name)
+@_kept
+def _after(owner: Any, name: str, reads: Callable[[Any], bool] | None, found: Any) -> Any:
     if not callable(found):  # a property, of Python or of C
 
         def get(self: Any) -> Any:
-            read(self)
+            current.queue.read(self)
             return found.__get__(self)
 
         return property(get)
@@ -123,20 +136,29 @@ def _after(
 
     @functools.wraps(found)
     def call(*args: Any, **kwargs: Any) -> Any:
+        queue = current.queue
         if reads is None:
-            read((args, kwargs))
+            queue.read((args, kwargs))
             if name in ARRAYS:
                 array = found(*args, **kwargs)
-                expose(array, args[0])
+                queue.exposed.add(array, args[0])
                 return array
         elif reads([*args[own:], *kwargs.values()]):
-            read((args, kwargs))
+            queue.read((args, kwargs))
             with dispatch_modes_off():  # under a mode, C++ takes lists of tensors for other lists
                 return found(*args, **kwargs)
         return found(*args, **kwargs)
 
     return call
 
+
+_ALWAYS = [(owner, name, None) for owner, name in (
+    *((torch.Tensor, name) for name in TENSOR), *((torch.Generator, name) for name in GENERATOR), *FUNCTIONS,
+)]  # fmt: skip
+_WITH_ARGUMENTS: list[tuple[Any, str, Callable[[Any], bool]]] = [
+    *((owner, name, _has_tensor) for owner, name in GIVEN), *((owner, name, _has_sequence) for owner, name in INDEXING),
+    *((owner, name, bool) for owner, name in WITHOUT_MODES),
+]  # fmt: skip
 
 # Packages whose functions in C take no tensors, but arrays at most, which are made after a flush.
 WITHOUT_TENSORS = frozenset({"google", "numpy", "pandas", "PIL", "psutil", "yaml"})

@@ -16,10 +16,10 @@ from wholestep.co_run.prefix_tree import Node, Signatures
 from wholestep.co_run.queue import Queue
 from wholestep.co_run.rank_program import RankProgram
 from wholestep.co_run.ranks import Ranks
-from wholestep.co_run.reads import ExposedMemory
+from wholestep.co_run.reads import ExposedMemory, current, flushing
 from wholestep.co_run.segment import Segment, SegmentProgram, same
 from wholestep.errors import CaptureError, DistError, PlanError
-from wholestep.patches import Replacement, patched
+from wholestep.patches import Patches, Replacement
 from wholestep.pipeline import Options
 from wholestep.torch_compat import below_autograd
 from wholestep.trace.record.provenance import user_line
@@ -29,18 +29,15 @@ MAX_PROGRAMS = 64
 # Calls timed in each way before the faster one is taken.
 TIMED = 4
 
-_active = threading.local()
-
 
 def is_deferring() -> bool:
     """True inside of a step of this thread whose operators are deferred."""
-    return getattr(_active, "queue", None) is not None
+    return current.queue is not None
 
 
 def outside_of_programs() -> AbstractContextManager[None]:
     """Runs what this thread has deferred, and defers nothing meanwhile."""
-    queue = getattr(_active, "queue", None)
-    return nullcontext() if queue is None else queue.paused()
+    return nullcontext() if current.queue is None else current.queue.paused()
 
 
 class CoRun:
@@ -63,7 +60,7 @@ class CoRun:
         self._step, self._fn, self._options = fn, run, options
         self._exposed: ExposedMemory | None = None
         self._ranks = None if options.executor.plain else Ranks(fn, options)
-        self._signatures = Signatures()
+        self._signatures, self._patches = Signatures(), Patches(lasting=True)
         self._whole_updates = True  # of lists of parameters, as one call each; unless one decides on numbers
         self.refused: list[str] = []
         self.segments: list[tuple[int, int, str]] = []
@@ -98,16 +95,13 @@ class CoRun:
         def here() -> bool:
             return threading.get_ident() == thread
 
-        _active.queue = queue
-        updates = deferred_updates(queue) if ranks is None and self._whole_updates else ()
+        current.queue = queue
+        updates = deferred_updates() if ranks is None and self._whole_updates else ()
         begun: AbstractContextManager[list[Replacement]] = nullcontext([*updates])
         if ranks is not None:
             begun = ranks.call(args, kwargs, queue)
         try:
-            with (
-                begun as replaced,
-                patched([*queue.replacements(), *replaced], here),
-            ):
+            with begun as replaced, self._patches.during([*flushing(), *replaced], here):
                 try:
                     with queue:
                         queue.watch.begin()
@@ -122,7 +116,7 @@ class CoRun:
                 finally:
                     queue.watch.end()
         finally:
-            _active.queue = None
+            current.queue = None
             if queue.watch.found and ranks is None:
                 self.eager = f"it calls {queue.watch.found[0]} of a C extension, which may read memory of tensors"
 
