@@ -23,7 +23,7 @@ def test_what_is_left_is_what_the_wrapper_leaves_in_eager(case, both):
 
 
 def test_an_evaluation_is_one_more_capture():
-    assert run_ranks(programs.captures_with_evaluations, 2, "thread") == [2, 2]
+    assert run_ranks(programs.captures_with_evaluations, 2, "thread") == [(2, True)] * 2
 
 
 @pytest.fixture(scope="module")

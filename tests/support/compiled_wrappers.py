@@ -54,8 +54,9 @@ def without_bias() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 6, bias=False), nn.Tanh(), nn.Linear(6, 4, bias=False))
 
 
-def captures_with_evaluations() -> int:
-    """Of `ws.compile(ddp)`, for a model without buffers that is evaluated after each epoch."""
+def captures_with_evaluations() -> tuple[int, bool]:
+    """Of `ws.compile(ddp)`, for a model without buffers that is evaluated after each epoch; and whether its buckets are
+    those of the order in which gradients come."""
     model, x = ws.compile(DDP(without_bias())), torch.ones(2, 8)
     for _ in range(3):
         for _ in range(2):
@@ -63,7 +64,7 @@ def captures_with_evaluations() -> int:
             model(x).square().mean().backward()
         with torch.no_grad():
             _ = model(x), model(x)
-    return int(model.captures)
+    return int(model.captures), model.reducer.rebuilt
 
 
 def train(model: Any, opt: Any, x: Tensor) -> Tensor:

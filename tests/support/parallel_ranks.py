@@ -39,7 +39,7 @@ from tests.support.parallel_models import (
     rows,
 )
 from wholestep import comm, parallel
-from wholestep.parallel import DistributedDataParallel, GradBucket, PowerSGDState, reducer
+from wholestep.parallel import DistributedDataParallel, GradBucket, PowerSGDState, bucket_reduction
 
 SMALL = 0.0005  # MiB: buckets of a layer each
 # from which size on gradients are sent from where they lie, and whether at the end or beside the backward
@@ -67,6 +67,11 @@ CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
         partial(Checkpointed, True, times=2, shared=True), {"static_graph": True, "bucket_cap_mb": SMALL},
     ),
 }  # fmt: skip
+
+
+def reduced_by(large_bytes: int, busy: bool) -> Any:
+    """One of `WAYS`."""
+    return patch.multiple(bucket_reduction, LARGE_BYTES=large_bytes, cores_are_busy=lambda _: busy)
 
 
 @contextmanager
@@ -238,7 +243,7 @@ def as_stock(store: str) -> dict[str, list[bool]]:
         for name, (make, settings) in CASES.items():
             stock = trained(lambda one, s=settings: StockDDP(one, **s), make)
             for large_bytes, busy in WAYS:
-                with patch.multiple(reducer, LARGE_BYTES=large_bytes, cores_are_busy=lambda _, busy=busy: busy):
+                with reduced_by(large_bytes, busy):
                     ours = trained(lambda one, s=settings: DistributedDataParallel(one, **s), make)
                 same = len(stock) == len(ours) and all(map(torch.equal, stock, ours))
                 found.setdefault(name, []).append(same)
@@ -311,7 +316,7 @@ def uneven_as_stock(store: str) -> dict[str, list[float]]:
                     lambda one, s=settings: StockDDP(one, **s), make, batches, divide_by_initial_world_size=initial
                 )
                 for large_bytes, busy in WAYS:
-                    with patch.multiple(reducer, LARGE_BYTES=large_bytes, cores_are_busy=lambda _, busy=busy: busy):
+                    with reduced_by(large_bytes, busy):
                         ours = trained_unevenly(
                             lambda one, s=settings: DistributedDataParallel(one, **s), make, batches,
                             divide_by_initial_world_size=initial,

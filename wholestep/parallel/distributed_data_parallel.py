@@ -160,8 +160,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         joins = joined or self._join_config.enable
         if joins:
             syncs = self._largest(syncs) == 1
-        if syncs:
-            self.reducer.rebuild()
         if self._buffers_due and (buffers := self._buffers_now()):
             self._broadcast(buffers, self._largest(-1 if joined else self.process_group.rank()) if joins else 0)
         return syncs

@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from wholestep import comm
-from wholestep.comm.api.groups import world
 from wholestep.comm.api.tracing import is_captured
-from wholestep.comm.api.uneven_collectives import sparse_all_reduce
-from wholestep.comm.ops.functional_collectives import cores_are_busy
 from wholestep.errors import UnsupportedError
 from wholestep.ir import want_mean
-from wholestep.parallel.buckets import LARGE_BYTES, Bucket, GradBucket, bucket_assignment, flat_as, views_of
-from wholestep.parallel.comm_hooks.ordered import Hook, value_of
+from wholestep.parallel.bucket_reduction import BucketReduction
+from wholestep.parallel.buckets import flat_as, views_of
+from wholestep.parallel.comm_hooks.ordered import value_of
 from wholestep.parallel.equal_models import noted
 from wholestep.parallel.join import WITHOUT_JOIN
-from wholestep.parallel.logging_data import StepTimes
 from wholestep.parallel.outputs import nodes_behind
 from wholestep.torch_compat import at_end_of_backward, skipped_by_dynamo
 
-_ELSEWHERE = (
-    "DistributedDataParallel: this rank reduces the gradients of {}; others do not, if their step raised an error, "
-    "their loss uses other parameters (find_unused_parameters=True) or they have fewer batches (`with model.join():`)"
-)
-
 
 @skipped_by_dynamo
-class GradientReducer:
-    """Buckets of the gradients of some parameters, and their all-reduce.
+class GradientReducer(BucketReduction):
+    """Has buckets reduced as their gradients come.
 
     A hook on each parameter's autograd node puts its gradient into its bucket; full buckets are sent in their order,
     and what came back is put into the gradients when the backward ends.
 
     Args:
-        named: names and parameters, in the module's order.
-        group: whose ranks reduce.
-        limits: bytes of the first and of all other buckets.
-        as_view: gradients are views of the buckets.
+        named, group, limits, as_view, sparse: as for `BucketReduction`.
         find_unused: parameters that an output does not depend on take part with zeros.
         static: each backward takes the same way: what the first one uses, and how often, holds for all.
-        sparse: indices of parameters whose gradients are sparse.
 
     Attributes:
         backward: what a captured step sees and a replay sets: whether a backward is ``expected`` to reduce, and what
@@ -58,18 +44,8 @@ class GradientReducer:
         self, named: list[tuple[str, torch.nn.Parameter]], group: comm.ProcessGroup, limits: tuple[int, int],
         as_view: bool, find_unused: bool, static: bool, sparse: set[int],
     ) -> None:  # fmt: skip
-        self.sparse = sparse
-        self.names = [name for name, _ in named]
-        self.parameters: list[torch.Tensor] = [parameter for _, parameter in named]
-        self.group, self.as_view, self.static = group, as_view, static
-        self.find_unused = find_unused and not static
-        self.divisor: int | None = None  # of the sum over the ranks; None for their number
-        self._mean = f"premul_sum:{1 / group.size()!r}"
-        self.hook: tuple[Hook, Any] | None = None
-        self.order = list(reversed(range(len(named))))
-        self.rebuilt = False
-        self.limits = limits
-        self._overlaps = not cores_are_busy(group.group_name)
+        super().__init__(named, group, limits, as_view, sparse)
+        self.static, self.find_unused, self.rebuilt = static, find_unused and not static, False
         self._nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in self.parameters]
         self._noted: list[int] = []  # parameters whose gradients have come, while hooks do no more than say so
         for index, node in enumerate(self._nodes):
@@ -77,24 +53,9 @@ class GradientReducer:
         self._begun, self.backward = False, SimpleNamespace(expected=False, arrived=[], order=())
         self._learning = False
         self._arrived: list[int] = []
-        self.unused: set[int] = set()  # here, of which the outputs of this forward do not depend
         self._untouched: set[int] = set()  # on all ranks, by the backward
         self._triggers: list[int] | None = None  # of a static graph: how often each hook is called in a backward
         self._used = torch.zeros(len(named), dtype=torch.int32, device=self.parameters[0].device)
-        self.times = StepTimes()
-        self._fill_buckets()
-        self.first_sizes = [bucket.nbytes for bucket in self.buckets]
-
-    def _fill_buckets(self) -> None:
-        ordered = [self.parameters[i] for i in self.order]
-        assigned, _ = bucket_assignment(ordered, self.limits, [i in self.sparse for i in self.order])
-        members = [[self.order[i] for i in bucket] for bucket in assigned]
-        in_place = self.hook is None and not self.as_view and self.parameters[0].is_cpu
-        large = LARGE_BYTES if in_place else math.inf  # hooks are given all of a bucket in one tensor
-        self.buckets = [
-            Bucket(own, [self.parameters[i] for i in own], self.group, large, own[0] in self.sparse) for own in members
-        ]
-        self._bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
         self._reset()
 
     def _reset(self) -> None:
@@ -106,23 +67,9 @@ class GradientReducer:
         for bucket in self.buckets:
             bucket.pending = len(bucket.members)
 
-    def set_hook(self, hook: Hook, state: Any) -> None:
-        """Has ``hook(state, bucket)`` reduce each bucket.
-
-        Raises:
-            RuntimeError: some gradients are sparse, which no bucket has.
-        """
-        if self.sparse:
-            raise RuntimeError(
-                "register_comm_hook: hooks reduce dense gradients, found sparse ones of "
-                f"{', '.join(self.names[i] for i in sorted(self.sparse))}: make these layers with sparse=False"
-            )
-        self.hook = hook, state
-        self._fill_buckets()
-
-    def rebuild(self) -> None:
-        """After the first backward: buckets in the order in which rank 0's gradients came."""
-        if self.rebuilt or self.find_unused or len(self._arrived) < len(self.parameters) or is_captured():
+    def _rebuild(self) -> None:
+        """The first backward has ended: buckets in the order in which rank 0's gradients came."""
+        if self.rebuilt or self.find_unused or len(self._arrived) < len(self.parameters):
             return
         order = torch.tensor(self._arrived, device=self._used.device)
         comm.broadcast(order, group=self.group, group_src=0)
@@ -248,75 +195,6 @@ class GradientReducer:
                 at_end_of_backward(self._finish)
 
     @torch.no_grad()
-    def _send(self, number: int) -> None:
-        """Begins to reduce the gradients of a bucket."""
-        bucket = self.buckets[number]
-        self.times.mark("backward_comm_time_start")
-        if bucket.sparse:
-            bucket.results = [self._sparse_mean(bucket.parameters[0], bucket.parameters[0].grad)]
-            return
-        owners = 2 + self._overlaps  # of a gradient's memory: itself, Python, and as long as it goes on the backward
-        try:
-            memory = bucket.fill(self.as_view, self.unused, owners)
-        except RuntimeError as failure:
-            sparse = [i for i in bucket.members if (grad := self.parameters[i].grad) is not None and grad.is_sparse]
-            if not sparse:
-                raise
-            raise RuntimeError(
-                "DistributedDataParallel: sparse gradients are reduced for nn.Embedding and nn.EmbeddingBag with "
-                f"sparse=True, found those of {', '.join(self.names[i] for i in sparse)}: use such a layer, or have "
-                "gradients dense (sparse=False)"
-            ) from failure
-        self._reduce(number, memory)
-
-    def _reduce(self, number: int, memory: list[torch.Tensor]) -> None:
-        """Begins to reduce what a bucket sends, in place: each a flat tensor, of which a hook has one."""
-        bucket = self.buckets[number]
-        if self.hook is None:
-            with noted(_ELSEWHERE, [self.names[i] for i in bucket.members[:9]]):
-                bucket.under_way = [self._all_reduce(one) for one in memory]
-            return
-        before = self.buckets[number - 1].under_way
-        with self._telling():
-            if number and not isinstance(before, list):  # torch's PowerSGD sends in callbacks: in no order with two
-                before.wait()
-            bucket.under_way = self._hooked(self.hook, number, memory[0])
-
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """The other ranks, which wait for what a hook sends over whichever group, are told why it has failed here."""
-        try:
-            yield
-        except Exception as failure:
-            if self.hook is not None and not isinstance(failure, comm.DistError):
-                for group in {self.group, *world().groups.values()}:
-                    group.abort(f"its communication hook has failed with {type(failure).__name__}: {failure}")
-            raise
-
-    def _hooked(self, given: tuple[Hook, Any], number: int, flat: torch.Tensor) -> torch.futures.Future:
-        """What a hook makes of a bucket, whose gradients are in a flat tensor."""
-        hook, state = given
-        last = number == len(self.buckets) - 1
-        future = hook(state, GradBucket(number, last, flat, self.buckets[number].parameters))
-        if not hasattr(future, "then"):  # those that C++ makes are of another class
-            raise TypeError(f"communication hook: must return a torch.futures.Future, found {type(future).__name__}")
-        return future
-
-    def _all_reduce(self, memory: torch.Tensor) -> comm.Work | None:
-        if self.divisor is None:
-            return comm.all_reduce(memory, self._mean, self.group, async_op=self._overlaps)
-        return comm.all_reduce(memory.mul_(1 / self.divisor), group=self.group, async_op=self._overlaps)
-
-    def _sparse_mean(self, parameter: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
-        """The mean of the ranks' gradients, some of which may be missing or dense."""
-        if grad is None:
-            nowhere = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-            grad = torch.sparse_coo_tensor(nowhere, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
-        mean = (grad if grad.is_sparse else grad.to_sparse(1)).coalesce() / (self.divisor or self.group.size())
-        sparse_all_reduce(mean, group=self.group)
-        return mean if grad.is_sparse else mean.to_dense()
-
-    @torch.no_grad()
     def follow(self) -> None:
         """Sends zeros as the backward of other ranks sends gradients: this rank has no more batches."""
         learns = self.static and self._triggers is None
@@ -335,6 +213,7 @@ class GradientReducer:
         if learns:
             self._triggers = [1] * len(self.parameters)
         self._arrived = list(self.order)  # all that this rank knows, if it has had no batch
+        self._rebuild()
 
     # While a program is captured, which gets the communication
 
@@ -402,6 +281,7 @@ class GradientReducer:
         self._reset()
         self.times.mark("backward_comm_time_end")
         self.times.end_iteration()
+        self._rebuild()
 
 
 def _weak_hook(reducer: weakref.ref[GradientReducer], noted: list[int], index: int) -> Callable[..., None]:
