@@ -1,4 +1,4 @@
-"""The parts of the package that are compiled: the shared-memory engine, chains, random draws, the guards on tables.
+"""The parts of the package that are compiled: the shared-memory engine, chains, random draws, guards on tables, watched methods.
 
 All else is in pyproject.toml.
 """
@@ -62,6 +62,12 @@ setup(
             extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-Wextra"],
             py_limited_api=True,
             optional=True,
+        ),
+        Extension(
+            "wholestep.capture.outside._methods",
+            ["wholestep/capture/outside/native/methods.c"],
+            extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-Wextra"],
+            py_limited_api=True,
         ),
     ],
     options={"bdist_wheel": {"py_limited_api": "cp311"}},

@@ -155,9 +155,10 @@ LIBRARY.__file__ = "/nowhere/site-packages/drawing_library.py"
 sys.modules["drawing_library"] = LIBRARY
 exec(compile("""
 from functools import partial
-from random import random
-from numpy.random import uniform
+from random import Random, gauss, random
+from numpy.random import default_rng, uniform
 
+def of_half(draw=gauss): return draw(0, 1)
 def named(): return random()
 def numpys(): return uniform()
 def of_default(draw=random): return draw()
@@ -169,8 +170,12 @@ def of_class(): return Kept.draw()
 def enclosed(draw):
     return lambda: draw()
 of_closure = enclosed(random)
+own = Random(3)
+def of_own(): return own.random()
+numpys_own = default_rng(3)
+def of_numpys_own(): return numpys_own.random()
 """, LIBRARY.__file__, "exec"), vars(LIBRARY))
-LIBRARYS = ("named", "numpys", "of_default", "of_partial", "of_class", "of_closure")
+LIBRARYS = "named numpys of_default of_partial of_class of_closure of_half of_own of_numpys_own".split()
 
 DRAWS: dict[str, Callable[[], float]] = {
     **{f"library's {name}": lambda name=name: getattr(LIBRARY, name)() for name in LIBRARYS},  # type: ignore[misc]
@@ -195,20 +200,54 @@ def swallowed() -> float:
 
 
 @pytest.mark.parametrize("kind", DRAWS)
-def test_draws_of_python_and_numpy_are_refused_where_they_are_made(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a library's by no name of a module: in a process without other threads, which a runner of tests has."""
+def test_draws_of_python_and_numpy_are_refused_where_they_are_made(kind: str) -> None:
     take = DRAWS[kind]
-    if "library's of_" in kind:
-        monkeypatch.setattr(sys, "_current_frames", lambda: {threading.get_ident(): None})
 
     def step(x: Tensor) -> Tensor:
         return x * float(take())
 
     random.gauss(0, 1)  # the next one is there already
     before = random.getstate(), numpy.random.get_state()[2]
-    with pytest.raises(DataDependentError, match=r"draws from (random|numpy.random),.* a replay would repeat"):
+    with pytest.raises(DataDependentError, match=r"draws from (random|numpy.random|a library),.* a repl") as caught:
         ws.compile(step, fullgraph=True)(torch.ones(2))
+    assert f"at: {__file__}:" in str(caught.value)
     assert (random.getstate(), numpy.random.get_state()[2]) == before
+
+
+def test_draws_of_other_threads_go_on_as_they_are() -> None:
+    """While steps are captured that draw by what no module names, as where tqdm's monitor or a loader's feeder runs."""
+    drawn: list[float] = []
+    errors: list[Exception] = []
+    stop = threading.Event()
+
+    def other() -> None:
+        while not stop.is_set():
+            drawn.append(random.random())
+            try:
+                numpy.random.randint(5, 3)
+            except ValueError as error:
+                errors.append(error)
+
+    def step(x: Tensor) -> Tensor:
+        return x * LIBRARY.of_closure() + LIBRARY.of_partial()
+
+    random.seed(0)
+    thread = threading.Thread(target=other)
+    thread.start()
+    taken = []
+    try:
+        for _ in range(5):
+            compiled = ws.compile(step)
+            results = [float(compiled(torch.ones(()))) for _ in range(3)]
+            taken += results
+            assert "draws from random" in compiled.breaks[0]
+    finally:
+        stop.set()
+        thread.join()
+    assert len({*drawn}) == len(drawn) and len({*taken}) == 15 and len(errors) > 1
+    random.seed(0)
+    every = [random.random() for _ in range(len(drawn) + 30)]
+    assert {*drawn} < {*every}, "a draw was put back, or lost"
 
 
 def test_generators_that_a_step_makes_or_puts_back_are_its_own() -> None:

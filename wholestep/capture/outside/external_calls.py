@@ -41,8 +41,7 @@ import numpy
 import torch
 
 from wholestep import patches
-from wholestep.capture.outside import shared_generators
-from wholestep.capture.outside.shared_generators import OF_C, SHARED, looked_up
+from wholestep.capture.outside.shared_generators import Draws
 from wholestep.capture.outside.torch_settings import READERS, Settings
 from wholestep.capture.snapshot.user_code import is_library, is_system, origin
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
@@ -100,15 +99,6 @@ EVALUATES = MAKES._replace(what="which evaluates its closure as often as the dat
                            remedy="use another optimizer, or compile without fullgraph=True")  # fmt: skip
 
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time")
-RANDOM: tuple[type, ...] = (random.Random, numpy.random.RandomState, numpy.random.Generator, numpy.random.BitGenerator)
-
-
-def _methods(owner: Any) -> tuple[str, ...]:
-    """The methods by which a random generator draws, is seeded or set."""
-    return tuple(name for name, method in vars(owner).items() if callable(method) and not name.startswith("_")
-                 and name not in ("getstate", "get_state"))  # fmt: skip
-
-
 SYSTEMS = random.SystemRandom  # in whose methods others of it end
 
 # By what has them, names of functions and methods.
@@ -154,8 +144,6 @@ TABLE: list[tuple[Verdict, dict[Any, tuple[str, ...]]]] = [
         threading.Thread: ("start",), threading.Event: ("set",), queue.Queue: ("put",), queue.SimpleQueue: ("put",),
     }),
     (WATCHES, {weakref.finalize: ("__init__",)}),
-    # `gauss` gives every other number from an attribute
-    (DRAWS, {owner: _methods(owner) for owner in (OF_C, *RANDOM[1:])} | {random.Random: ("gauss",)}),
 ]  # fmt: skip
 # These ask for the time unless they are given one, as an argument at this place.
 _GIVEN = {"localtime": 0, "gmtime": 0, "ctime": 0, "asctime": 0, "strftime": 1}
@@ -163,14 +151,6 @@ _SHORT = {os.path: "os.path"}
 # By what Python learns the levels of loggers.
 LEVELS: tuple[tuple[Any, str], ...] = (
     (logging.Logger, "isEnabledFor"), (logging.Logger, "getEffectiveLevel"), (logging, "getLogger"))
-
-
-def _moves(name: str, generator: Any, *args: Any) -> bool:
-    """Whether a method moves a random generator: it does not where it puts back what is there, as Dynamo does."""
-    if name not in ("setstate", "set_state"):
-        return True
-    state = OF_C.getstate(generator) if isinstance(generator, OF_C) else generator.get_state()
-    return str(state) != str(args[0])
 
 
 def variables(names: Iterable[str]) -> list[Any]:
@@ -209,20 +189,19 @@ class Outside:
 
     Attributes:
         refused: why it cannot be replayed; code of its own may have caught that.
-        generators: random generators of Python and NumPy that were there before, and their sources, by their ids.
+        draws: from random generators of Python and NumPy.
         environment: name of a variable that the step reads -> its value, None where there is none; and of settings.
         ended: whether nothing is refused any more; who wraps what stood in a class meanwhile may keep it for good.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         self.refused: list[CaptureError] = []
-        self.generators: dict[int, tuple[Any, Any]] = {id(generator): (generator, name) for generator, name in SHARED}
+        self.draws = Draws(lambda generator: self._refuse(DRAWS, f"draws from {generator}"))
         self.settings = Settings(self.refused)
         self.environment: dict[str, Any] = self.settings.read
         for name in READERS.keys() & names:
             self.settings.note(name, READERS[name])
         self._logged: list[tuple[logging.Logger, logging.LogRecord]] = []
-        self.states = shared_generators.States(False)
         self.ended = False
 
     def replacements(self, named: Set[str]) -> Iterator[Replacement]:
@@ -231,12 +210,12 @@ class Outside:
         Args:
             named: names that the step's code uses, among which are those of all that it asks.
         """
-        self.states, self.ended = shared_generators.States(True), False
+        self.ended = False
         for verdict, owners in TABLE:
             yield from ((owner, name, self._refusing(verdict, owner, name))
                         for owner, names in owners.items() for name in names
                         if name in vars(owner) and (verdict is not ASKS or name in named or owner is SYSTEMS))
-        yield from ((module, name, looked_up(method)) for module, name, method in shared_generators.names())
+        yield from self.draws.replacements()
         yield type(os.environ), "__getitem__", lambda environ, key: self._read(environ, key)
         yield from ((owner, name, self._of_level(owner, name)) for owner, name in LEVELS)
         yield logging.Logger, "handle", lambda logger, record: self._log(logger, record)
@@ -245,16 +224,14 @@ class Outside:
 
     def raise_refused(self) -> None:
         """Raises what the step was refused with first."""
-        moved = self.states.put_back()
-        if moved and not self.refused:
-            self.refused.append(self._error(DRAWS, f"draws from {moved}"))
+        self.draws.put_back()
         if self.refused:
             raise self.refused.pop(0)  # with it goes what its traceback holds
 
     def end(self) -> None:
         """Ends the trace."""
         self.ended = True
-        self.states.put_back()
+        self.draws.put_back()
 
     def log(self) -> None:
         """Logs what libraries have logged meanwhile."""
@@ -262,11 +239,8 @@ class Outside:
             logger, record = self._logged.pop(0)
             logger.handle(record)
 
-    def _error(self, verdict: Verdict, does: str) -> CaptureError:
-        return verdict.error(f"the step {does}, {verdict.what}", remedy=verdict.remedy)
-
     def _refuse(self, verdict: Verdict, does: str) -> None:
-        error = self._error(verdict, does)
+        error = verdict.error(f"the step {does}, {verdict.what}", remedy=verdict.remedy)
         self.refused.append(error)
         raise error
 
@@ -275,12 +249,7 @@ class Outside:
         says = f"calls {f'{_SHORT.get(owner, owner.__name__)}.{name}'.removeprefix('builtins.')}()"
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.ended:
-                pass
-            elif verdict is DRAWS:
-                if id(args[0]) in self.generators and _moves(name, *args):
-                    self._refuse(verdict, f"draws from {self.generators[id(args[0])][1]}, a {type(args[0]).__name__}")
-            elif (place is None or len(args) <= place) and verdict.applies(owner, _caller()):
+            if not self.ended and (place is None or len(args) <= place) and verdict.applies(owner, _caller()):
                 self._refuse(verdict, says)
             return found(*args, **kwargs)
 

@@ -1,65 +1,107 @@
-"""The random generators of Python and NumPy that all modules share, by whatever name code draws from them.
+"""The random generators of Python and NumPy: draws from them are seen in the methods of C that they all end in.
 
-Modules have bound their methods (`from random import random`), which C then calls past the class. So each such name is
-patched; what else holds one, a closure or a partial of a library's, is seen by the generator that has moved.
+Whoever holds such a method, bound, in a closure or in a partial of a library's, calls it past its class and modules.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import random
-import sys
 from collections.abc import Callable, Iterator
-from types import FunctionType, ModuleType
+from types import MethodDescriptorType
 from typing import Any
 
 import numpy
+from sympy.core import random as of_sympy  # which draws to compare expressions, as those of symbolic sizes
 
-from wholestep.patches import suspended, unpatched
+from wholestep.capture.outside._methods import watch
 
 OF_C: Any = random.Random.__mro__[1]  # the class of C in whose methods those of Python's generators end
-_PYTHONS: Any = random.random
-_NUMPYS: Any = numpy.random.rand
-SHARED = (_PYTHONS.__self__, "random"), (_NUMPYS.__self__, "numpy.random")
-_METHODS = {id(method): method for module in (random, numpy.random) for method in vars(module).values()
-            if any(getattr(method, "__self__", None) is generator for generator, _ in SHARED)
-            and not isinstance(getattr(method, "__func__", None), FunctionType)}  # fmt: skip
-_searched: dict[str, int] = {}  # name of a module -> its id
-_names: list[tuple[ModuleType, str, Any]] = []
+RANDOM: tuple[type, ...] = (random.Random, numpy.random.RandomState, numpy.random.Generator, numpy.random.BitGenerator)
+SHARED: tuple[tuple[Any, str], ...] = (
+    (random.random.__self__, "random"), (numpy.random.rand.__self__, "numpy.random"))  # type: ignore[attr-defined]  # fmt: skip
+OF_SYMPY = [held for held in vars(of_sympy).values() if isinstance(held, random.Random)]
+_TO_DEFINITION = {True: 40, False: 16}  # in a method descriptor, and in a function of C or of Cython
 
 
-def looked_up(method: Any) -> Callable[..., Any]:
-    """A bound method that is looked up anew at each call."""
-    return lambda *args, **kwargs: getattr(method.__self__, method.__name__)(*args, **kwargs)
+def _nothing(generator: Any, first: Any) -> None:
+    """What is called before a method that nobody watches."""
 
 
-def names() -> Iterator[tuple[ModuleType, str, Any]]:
-    """The names by which modules know methods that are bound to these generators."""
-    for name, module in list(sys.modules.items()):
-        if _searched.get(name) != id(module):
-            _searched[name] = id(module)
-            known = list(vars(module).items()) if isinstance(module, ModuleType) else []
-            _names.extend((module, key, _METHODS[id(value)]) for key, value in known if id(value) in _METHODS)
-    return ((module, key, method) for module, key, method in _names if unpatched(vars(module).get(key)) is method)
+class Method:
+    """A method by which generators draw, are seeded or set.
+
+    Attributes:
+        entered: what is called first, with the generator and an argument; what it raises comes in the place of a draw.
+    """
+
+    entered: Callable[[Any, Any], None]
+
+    def __init__(self, name: str, held: Any) -> None:
+        place = id(held) + _TO_DEFINITION[isinstance(held, MethodDescriptorType)]
+        self.name, self._definition = name, ctypes.c_void_p.from_address(place).value or 0
+        assert ctypes.c_char_p.from_address(self._definition).value == name.encode()
+        vars(self)["entered"] = _nothing
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "entered":
+            watch(self._definition, None if value is _nothing else value)
 
 
-class States:
-    """The states of these generators before a step is traced; of none where other threads run, which may draw."""
+METHODS = [Method(name, held) for owner in (OF_C, *RANDOM[1:]) for name, held in vars(owner).items()
+           if callable(held) and not name.startswith("_") and name not in ("getstate", "get_state")]  # fmt: skip
 
-    def __init__(self, known: bool) -> None:
-        alone = known and len(sys._current_frames()) == 1
-        self._before = [self._of(generator) for generator, _ in SHARED] if alone else []
 
-    def _of(self, generator: Any) -> Any:
-        with suspended():
-            return OF_C.getstate(generator) if isinstance(generator, OF_C) else generator.get_state()
+class Draws:
+    """Draws of one step.
 
-    def put_back(self) -> str:
-        """Has the generators go on from there, once; gives the name of one that the step had moved."""
-        moved = ""
-        for before, (generator, name) in zip(self._before, SHARED, strict=False):
-            if str(before) != str(self._of(generator)):
-                moved = name
-                with suspended():
-                    OF_C.setstate(generator, before) if isinstance(generator, OF_C) else generator.set_state(before)
-        self._before = []
-        return moved
+    Args:
+        refuse: is given the name of a generator that was there before the step.
+
+    Attributes:
+        names: of generators, by their ids: their sources where the step can see them.
+    """
+
+    def __init__(self, refuse: Callable[[str], None]) -> None:
+        self.names: dict[int, tuple[Any, Any]] = {id(generator): (generator, name) for generator, name in SHARED}
+        self._refuse, self._made, self._halves = refuse, [*OF_SYMPY], list[tuple[Any, float]]()
+
+    def replacements(self) -> Iterator[tuple[Method, str, Callable[[Any, Any], None]]]:
+        """What is called before a method; garbage collection tells which generators the step has made itself."""
+        for generator, _ in self.names.values():  # `gauss` gives every other number from an attribute
+            if getattr(generator, "gauss_next", None) is not None:
+                self._halves.append((generator, generator.gauss_next))
+                generator.gauss_next = None
+        yield from ((method, "entered", self._entering(method.name)) for method in METHODS)
+
+    def put_back(self) -> None:
+        """Has the next numbers of generators be what they were."""
+        while self._halves:
+            generator, number = self._halves.pop()
+            generator.gauss_next = number
+
+    def _entering(self, name: str) -> Callable[[Any, Any], None]:
+        def enter(generator: Any, first: Any) -> None:
+            if not self._is_made(generator) and _moves(name, generator, first):
+                self._refuse(f"{self.names.get(id(generator), (0, 'a library'))[1]}, a {type(generator).__name__}")
+
+        return enter
+
+    def _is_made(self, generator: Any) -> bool:
+        if id(generator) in self.names:
+            return False
+        if not any(made is generator for made in self._made):
+            if not any(value is generator for value in gc.get_objects()):
+                return False
+            self._made.append(generator)
+        return True
+
+
+def _moves(name: str, generator: Any, state: Any) -> bool:
+    """Whether a method moves a generator: it does not where it puts back what is there, as Dynamo does."""
+    if name not in ("setstate", "set_state"):
+        return True
+    before = OF_C.getstate(generator) if isinstance(generator, OF_C) else generator.get_state()
+    return str(before) != str(state)

@@ -35,8 +35,7 @@ from torch.utils.hooks import BackwardHook
 
 from wholestep.capture import sources
 from wholestep.capture.guards.compared_values import EXACT_PLAIN, PLAIN, is_data, is_one_of_a_kind, metadata
-from wholestep.capture.outside.external_calls import RANDOM
-from wholestep.capture.outside.shared_generators import looked_up
+from wholestep.capture.outside.shared_generators import RANDOM
 from wholestep.capture.outside.stand_ins import AppendOnlyList, Cached, Stopped
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import ContainerKind, UsedGlobals
@@ -89,7 +88,7 @@ def _generator(found: Reachable, generator: torch.Generator, source: sources.Sou
 
 
 def _random(found: Reachable, generator: Any, source: sources.Source) -> None:
-    found.outside.generators.setdefault(id(generator), (generator, source))
+    found.outside.draws.names.setdefault(id(generator), (generator, source))
     _plain_attributes(found, generator, source)
 
 
@@ -103,9 +102,11 @@ def _builtin(found: Reachable, function: Any, source: sources.Source) -> None:
 
 
 def _held(found: Reachable, method: Any, source: sources.Source) -> None:
-    """A bound method of a random generator, whose class is asked for it at each call while the step is traced."""
-    if isinstance(getattr(method, "__self__", None), (*RANDOM, torch.Generator)):
-        found.stand_ins[id(method)] = functools.partial(looked_up, method)
+    """A bound method of a random generator; torch's class is asked for it at each call while the step is traced."""
+    owner = getattr(method, "__self__", None)
+    if isinstance(owner, torch.Generator):
+        found.stand_ins[id(method)] = lambda: lambda *args, **kwargs: getattr(owner, method.__name__)(*args, **kwargs)
+    if isinstance(owner, (*RANDOM, torch.Generator)):
         found.queue(method.__self__, sources.Attr(source, "__self__"))
 
 

@@ -49,6 +49,8 @@ def origin(filename: str) -> Literal["wholestep", "torch", "standard", "installe
     if filename.startswith(_GENERATED) or (filename.startswith(_STANDARD) and not installed):
         return "standard"
     folder = os.path.dirname(filename)
+    if filename.endswith(".pyx"):  # a name as Cython gives it to frames, relative to who knows what
+        return "installed"
     if not installed and (not os.path.isabs(filename) or not os.path.exists(os.path.join(folder, "__init__.py"))):
         return "user"  # a script, a module by itself, a notebook's cell
     return "user" if _holds_own(installed or _project(folder)) else "installed"
