@@ -1,4 +1,4 @@
-"""The parts of the package that are compiled: the shared-memory engine, chains, random draws, guards on tables, watched methods.
+"""The compiled parts of the package: shared-memory engine, chains, random draws, guards on tables, watched methods.
 
 All else is in pyproject.toml.
 """
