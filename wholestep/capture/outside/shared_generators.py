@@ -15,7 +15,11 @@ from typing import Any
 import numpy
 from sympy.core import random as of_sympy  # which draws to compare expressions, as those of symbolic sizes
 
-from wholestep.capture.outside._methods import watch
+try:
+    from wholestep.capture.outside._methods import watch
+except ImportError as missing:
+    raise ImportError("wholestep's compiled parts are missing or older than its code: run `python setup.py build_ext "
+                      "--inplace` (or `pip install .`) with a C compiler") from missing  # fmt: skip
 
 OF_C: Any = random.Random.__mro__[1]  # the class of C in whose methods those of Python's generators end
 RANDOM: tuple[type, ...] = (random.Random, numpy.random.RandomState, numpy.random.Generator, numpy.random.BitGenerator)
