@@ -74,3 +74,21 @@ def test_a_step_of_ever_new_counts_runs_in_eager_where_that_is_faster() -> None:
     step, found = training(STEPS["mask"], True, 60)
     assert same(found, training(STEPS["mask"], False, 60)[1])
     assert len(step._times[False]) == 4 and len(step._times[True]) == 4  # both ways were tried
+
+
+def test_segments_end_at_reads_in_the_first_call_too() -> None:
+    """Were they to end elsewhere where calls are new, each call would make known one segment alone."""
+    weight = torch.ones(3)
+
+    def step(x: Tensor) -> float:
+        for _ in range(6):
+            x = weight.add_(0.1) * (x * 2).sin()
+            if float(x.sum()) > 100 or not bool(weight.sum() < 100):
+                x = x + 1
+        return float(x.sum())
+
+    run, x = co_run(step), torch.randn(3)
+    run(x)
+    known = run._signatures.count
+    run(x)
+    assert run._signatures.count == known

@@ -298,6 +298,15 @@ def writes_views(r, t):
     r.log.append(loss.item())
 
 
+def products_in_place(r, t):
+    x = r.model.embed(t)
+    with torch.no_grad():
+        scores = (x @ x.transpose(1, 2)).clamp_min_(0).sqrt_()  # a product's own result, seen by a view
+    r.log.append(scores.sum().item())
+    r.update(r.loss(t) + (x @ x.transpose(1, 2)).mul_(0.5).square().mean())
+    return scores
+
+
 def metrics(r, t):
     logits = r.model(t[:, :-1])
     loss = F.cross_entropy(logits.flatten(0, 1), t[:, 1:].flatten())
@@ -480,7 +489,8 @@ STEPS = [
     prints, logs, skips_when_not_finite, grad_scaler, python_random, layer_drop, masked, uniques, clocks, files,
     memmaps,
     numpy_views, early_exit, raises_midway, returns_many, accumulates, ema, schedules, keeps_tensors, hooks, retained,
-    checkpointed, seeds_generators, threads, writes_views, metrics, gradient_penalty, lbfgs, samples, sizes_change,
+    checkpointed, seeds_generators, threads, writes_views, products_in_place, metrics, gradient_penalty, lbfgs, samples,
+    sizes_change,
     evaluates, module_attributes, stdout_progress, set_data, resizes, complex_numbers, sparse_gradients,
     lists_of_tensors, errors_on_the_way, function_modes, recurrent, numbers_that_lay_out,
     default_types, small_draws,

@@ -49,8 +49,8 @@ _TELL_NOTHING = {aten.lift_fresh.default, aten.empty.memory_format}
 # Operators that take a number as what to write.
 _FILLS = {"full", "full_like", "new_full", "fill", "masked_fill", "index_fill", "scalar_tensor", "where", "add", "lerp"}
 
-# Operators that give views although their schema does not say so.
-_VIEWS = {aten._unsafe_view.default}
+# Operators that give views although their schema does not say so, and what says it: writes reach both tensors.
+_VIEWS = {aten._unsafe_view.default: aten.view.default}
 
 _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
@@ -94,7 +94,9 @@ _known: dict[int, Facts] = {}
 def facts_of(op: Any) -> Facts:
     """The facts of an operator, of its kind with a schema or of a higher order."""
     found = _known.get(id(op))
-    if found is None and isinstance(op, HigherOrderOperator):
+    if found is None and op in _VIEWS:
+        found = _known[id(op)] = facts_of(_VIEWS[op])
+    elif found is None and isinstance(op, HigherOrderOperator):
         found = _known[id(op)] = Facts(op, Kind.AT_ONCE, (), (), False, True, False, False)  # type: ignore[arg-type]
     elif found is None:
         written = (*written_arguments(op), *HIDDEN_WRITES.get(op, ()))
@@ -119,7 +121,7 @@ def _kind(op: OpOverload) -> Kind:
         return Kind.AT_ONCE
     if has_native_kernel(op, "CompositeImplicitAutograd"):  # reaches here in inference mode alone
         return Kind.AT_ONCE
-    if op.is_view or op in _VIEWS:
+    if op.is_view:
         return Kind.VIEW
     if any("Tensor" not in str(result.type) for result in op._schema.returns):
         return Kind.AT_ONCE

@@ -77,6 +77,7 @@ class Queue(UnwrappedDispatchMode):
         self._count = 0
         self._new: list[Any] = []  # what a call's key says of externals that it is the first to use
         self._any_float = self._undeferred = False
+        self._ran: set[int] = set()  # storages that calls which are not deferred, since they are new, made or wrote
         self._forget()
 
     def _forget(self) -> None:
@@ -133,7 +134,7 @@ class Queue(UnwrappedDispatchMode):
             found, results = self._answer(facts, args, kwargs, node.results)
             if facts.written:
                 self._pending.update(storage_id(storage_of(tensor)) for tensor in self._written(facts, args, kwargs))
-        self._calls.append((func, key[1], key[2], results))
+        self._calls.append((facts.op, key[1], key[2], results))
         self._path.append(node)
         return found
 
@@ -379,6 +380,9 @@ class Queue(UnwrappedDispatchMode):
         before, self._node = self._node or Node(), Node()  # where nothing is known, should the call fail
         places = [t.size() for t in tensors_of((args, kwargs))]
         found = facts.op(*args, **kwargs)
+        if facts.kind is not VIEW:
+            written = self._written(facts, args, kwargs)
+            self._ran.update(storage_id(storage_of(t)) for t in (*tensors_of(found), *written) if t.layout is _STRIDED)
         try:
             results = None if facts.kind is VIEW else described(facts.op, args, kwargs, found)
             if places != [t.size() for t in tensors_of((args, kwargs))]:
@@ -412,9 +416,9 @@ class Queue(UnwrappedDispatchMode):
             return facts.op(*args, **kwargs)
 
     def _touches(self, args: Any) -> bool:
-        return any(
-            t.layout is not torch.strided or storage_id(storage_of(t)) in self._pending for t in tensors_of(args)
-        )
+        """Whether a read ends the segment: of what was deferred, or will be when the same calls come again."""
+        found = [None if t.layout is not _STRIDED else storage_id(storage_of(t)) for t in tensors_of(args)]
+        return None in found or not (self._pending.isdisjoint(found) and self._ran.isdisjoint(found))
 
     # -- flush -----------------------------------------------------------------------------------------
 
