@@ -57,7 +57,7 @@ class KernelMode(FakeTensorMode):
             found = super().__torch_dispatch__(func, types, args, kwargs)
         except (ValueError, TypeError, RuntimeError) as error:
             refused = isinstance(error, RuntimeError) and fake_refusal(error) and func not in SIZED_BY_LISTS
-            kept = None if refused else layouts(func, args, kwargs)
+            kept = None if refused else layouts(func, args, kwargs, wrong_rule=True)
             if not kept or None in kept:
                 raise
             fakes = tuple([self._fake(*place) for place in kept if place])
@@ -91,9 +91,9 @@ def strict_fake_mode(env: ShapeEnvironment | None = None) -> FakeTensorMode:
     return mode
 
 
-def layouts(func: OpOverload, args: Any, kwargs: Any) -> Layouts | None:
+def layouts(func: OpOverload, args: Any, kwargs: Any, wrong_rule: bool = False) -> Layouts | None:
     """The layouts of a call's results, given tensors like its operands; None where its kernel cannot be asked."""
-    if not is_asked(func, args, kwargs):
+    if not is_asked(func, args, kwargs, wrong_rule):
         return None
     if torch.Tag.nondeterministic_seeded in func.tags:
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
@@ -108,7 +108,7 @@ def layouts(func: OpOverload, args: Any, kwargs: Any) -> Layouts | None:
         return None
 
 
-def is_asked(func: OpOverload, args: Any, kwargs: Any) -> bool:
+def is_asked(func: OpOverload, args: Any, kwargs: Any, wrong_rule: bool = False) -> bool:
     """Whether a call's kernel says which layouts its results have, as torch's rule is not enough."""
     if func.namespace != "aten" or func.is_view or (_UNASKED & {*func.tags} and func not in SIZED_BY_LISTS):
         return False
@@ -120,7 +120,7 @@ def is_asked(func: OpOverload, args: Any, kwargs: Any) -> bool:
     if torch.Tag.nondeterministic_seeded in func.tags and not _takes_generator(func):
         if any(tensor.numel() for tensor in operands):
             return False  # it would draw from the user's generator
-    return not _is_settled(func, operands)
+    return (wrong_rule and torch.Tag.pointwise in func.tags) or not _is_settled(func, operands)
 
 
 def differ(func: Any, args: Any, kwargs: Any, found: Any) -> bool:

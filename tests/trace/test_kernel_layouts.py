@@ -245,6 +245,17 @@ def test_values_saved_for_a_backward_lie_as_in_eager() -> None:
         assert all(map(torch.equal, *pairs))
 
 
+@pytest.mark.filterwarnings("ignore:where received a uint8")
+def test_masks_of_bytes_choose_as_in_eager() -> None:
+    """torch's rule for fake tensors refuses them, its kernel does not."""
+    mask, x = torch.tensor([1, 0, 1], dtype=torch.uint8), torch.randn(3, requires_grad=True)
+
+    def fn(x: Tensor, mask: Tensor) -> Any:
+        return torch.autograd.grad(torch.where(mask, x.sin(), x * 2).sum(), x)
+
+    assert torch.equal(*fn(x, mask), *ws.compile(fn, fullgraph=True)(x, mask))
+
+
 def test_a_kernel_is_asked_once_for_each_signature() -> None:
     aten, x, gaps = torch.ops.aten, torch.zeros(4, 6).t(), torch.zeros(4, 12)[:, ::2]
     state = torch.get_rng_state()
