@@ -13,6 +13,10 @@ def test_all_cases_are_torchs_bit_for_bit(tmp_path):
         assert each == dict.fromkeys(programs.CASES, [True] * len(programs.WAYS))
 
 
+def test_wrappers_join_the_process_group_of_torch(tmp_path):
+    assert run_ranks(programs.in_the_world_of_torch, 2, args=(str(tmp_path / "store"),)) == [[True, True]] * 2
+
+
 @pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("thread", 2), ("gloo", 2)])
 def test_gradients_are_those_of_the_naive_form(transport, size):
     for each in run_ranks(programs.as_naive, size, transport):

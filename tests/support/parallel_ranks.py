@@ -85,6 +85,22 @@ def stock_world(store: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def in_the_world_of_torch(store: str) -> list[bool]:
+    """Whether gradients are torch's in scripts that have made its process group alone."""
+    x, model, found = torch.full((2, 3), comm.get_rank() + 1.0), nn.Linear(3, 2), []
+    nn.init.constant_(model.weight, 0.5)
+    with stock_world(store):
+        comm.destroy_process_group()
+        for wrap in (DistributedDataParallel, parallel.fully_shard):
+            ours, stock = copy.deepcopy(model), copy.deepcopy(model)
+            for one in (StockDDP(stock), wrap(ours)):
+                one(x).square().mean().backward()
+            rows = slice(None) if wrap is DistributedDataParallel else slice(dist.get_rank(), dist.get_rank() + 1)
+            found.append(torch.equal(ours.weight.grad, stock.weight.grad[rows]))
+            comm.destroy_process_group()
+    return found
+
+
 def trained(wrap: Callable[[nn.Module], Any], make: Callable[[], nn.Module], iterations: int = 4) -> list[torch.Tensor]:
     """All parameters, gradients, buffers and losses on the way; each second iteration accumulates first."""
     rank = comm.get_rank()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from wholestep import comm
+from wholestep.comm.api.rendezvous import joined_group
 from wholestep.comm.api.tracing import is_captured
 from wholestep.deferred_init import materialize
 from wholestep.errors import UnsupportedError
@@ -68,7 +69,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 )
             process_group = device_mesh.get_group()
         self.module = materialize(module)
-        self.process_group = comm.get_group(process_group)
+        self.process_group = joined_group(process_group, next((p.device.type for p in module.parameters()), "cpu"))
         init_buffers = forward_sync_buffers is not None or broadcast_buffers is not False
         self.forward_sync_buffers = init_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.find_unused_parameters = find_unused_parameters

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wholestep import comm
+from wholestep.comm.api.rendezvous import joined_group
 from wholestep.deferred_init import fill
 from wholestep.parallel.equal_models import require_equal_models
 from wholestep.parallel.shard_schedule import ParameterGroup, ShardSchedule
@@ -158,7 +158,8 @@ def fully_shard(
     axes = [None] if mesh is None else list(range(mesh.ndim))
     if len(axes) > 2:
         raise ValueError(f"fully_shard: a mesh of one or two axes is required, found {mesh}")
-    groups = [comm.get_group() if axis is None else mesh.get_group(axis) for axis in axes]
+    kind = next((one.device.type for one in module.parameters()), "cpu")
+    groups = [joined_group(None, kind) if axis is None else mesh.get_group(axis) for axis in axes]
     named = _parameters_of(module, {id(one) for one in ignored_params or ()})
     require_equal_models("fully_shard", module, [(name, one) for name, one, _ in named], groups[-1])
     scalars = [one for _, one, _ in named if one.dim() == 0]

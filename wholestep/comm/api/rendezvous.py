@@ -143,6 +143,13 @@ def init_process_group(
     known.add(DEFAULT_GROUP, group, list(range(size)))
 
 
+def joined_group(group: ProcessGroup | str | None, device_type: str) -> ProcessGroup:
+    """As `get_group`; the default group is made where torch.distributed has a process group and comm has none."""
+    if group is None and DEFAULT_GROUP not in world().groups | world().guests and c10d.torch_world() is not None:
+        init_process_group("cpu:shm,cuda:nccl" if device_type == "cuda" else None)
+    return get_group(group)
+
+
 @not_recorded
 def new_group(
     ranks: Sequence[int] | None = None,
