@@ -1,4 +1,4 @@
-"""The compiled parts of the package: shared-memory engine, chains, random draws, guards on tables, watched methods.
+"""The compiled parts of the package: shared-memory engine, chains, random draws, guards in bulk, watched methods.
 
 All else is in pyproject.toml.
 """
@@ -57,8 +57,8 @@ setup(
             optional=True,
         ),
         Extension(
-            "wholestep.capture.guards._tables",
-            ["wholestep/capture/guards/native/tables.c"],
+            "wholestep.capture.guards._bulk",
+            ["wholestep/capture/guards/native/bulk.c"],
             extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-Wextra"],
             py_limited_api=True,
             optional=True,

@@ -561,6 +561,26 @@ def openmp() -> list[int]:
     return [*map(_address, ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads", "omp_get_max_threads"))]
 
 
+# The class that all tensors' Python objects begin with.
+TENSOR_BASE: type = torch._C.TensorBase
+
+
+def tensor_offsets() -> tuple[int, ...]:
+    """Where, in a tensor's Python object, the C++ tensor and the tables of `HOOK_TABLES` lie; empty if not found."""
+    probe = torch.zeros(1, requires_grad=True)
+    for name in HOOK_TABLES:
+        setattr(probe, name, {})
+    wanted = [probe._cdata, *(id(getattr(probe, name)) for name in HOOK_TABLES)]  # type: ignore[attr-defined]
+    found = {ctypes.c_size_t.from_address(id(probe) + at).value: at for at in range(16, TENSOR_BASE.__basicsize__, 8)}
+    return tuple(found[word] for word in wanted) if found.keys() >= {*wanted} else ()
+
+
+def tensor_functions() -> tuple[int, ...]:
+    """Addresses of the functions that read a C++ tensor's dim, dtype, type and number of device, sizes and strides."""
+    names = ("dim", "dtype", "device_type", "device_index", "sizes", "strides")
+    return tuple([_address(f"aoti_torch_get_{name}") for name in names])
+
+
 def _address(name: str) -> int:
     folder = Path(torch.__file__).parent / "lib"
     try:

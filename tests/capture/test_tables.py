@@ -1,15 +1,24 @@
-"""Dictionaries compared in bulk: the compiled form and the Python one say the same, and what holds."""
+"""What is compared in bulk: the compiled form and the Python one say the same, and what holds."""
 
 from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wholestep.capture.guards.compared_values import ANY, _match, match, native
+from wholestep.capture.guards import bulk
+from wholestep.capture.guards.bulk import ANY, flatten, native
 
-FORMS = [_match] if native is None else [_match, match]
+
+def matches(tables, empty):
+    return bulk.match(flatten(tables, empty), tables, empty)
+
+
+FORMS = [lambda tables, empty: bulk._match(b"", tables, empty), matches]
 ONE, OTHER = object(), object()
 
 
@@ -43,6 +52,73 @@ def test_both_forms_agree(was, now, ordered):
 def test_bad_arguments():
     if native is not None:
         with pytest.raises(TypeError):
-            match([(1, 2, 3)], [])
+            matches([(1, 2, 3)], [])
         with pytest.raises(TypeError):
-            match((), [])
+            matches((), [])
+        with pytest.raises(TypeError):
+            native.layouts((1,))
+        with pytest.raises(TypeError):
+            native.hooks((None,))
+
+
+def test_values_are_gathered_where_keys_are_known():
+    state = {ONE: {"step": 1, "sum": 2}, OTHER: {}}
+    for form in (bulk._gather, bulk.gather):
+        assert form([{"a": 3, "b": 4}, {}], [state], [("step", "sum"), ()]) == [3, 4, 1, 2]
+        for keys in ([("sum", "step"), ()], [("step",), ()], [("step", "sum")], [("step", "sum"), (), ()]):
+            assert form([], [state], keys) is None
+        assert form([], [], []) == []
+    assert bulk.gather([], [{1: 2}], [()]) is None if native is not None else True
+
+
+def test_what_lives_is_recalled():
+    tensors = [torch.ones(1), torch.ones(2)]
+    weak = (weakref.ref(tensors[0]), None, weakref.ref(tensors[1]))
+    for form in (bulk._recall, bulk.recall):
+        last: list[object] = [None] * 3
+        assert form([tensors[0], None, tensors[1]], weak, last) and last[0] is tensors[0] and last[1] is None
+        assert not form([tensors[1], None, tensors[1]], weak, last) and last[2] is tensors[1]
+        assert not form([tensors[0], None], weak, last)
+    last.clear()
+    del tensors[1]
+    for form in (bulk._recall, bulk.recall):
+        last = [None] * 3
+        assert form([tensors[0], None, None], weak, last) and last[2] is None
+
+
+def _set(name: str, value: object) -> Callable[[torch.Tensor], object]:
+    return lambda t: setattr(t, name, value)
+
+
+LAYOUTS: list[Callable[[torch.Tensor], object]] = [
+    _set("data", torch.ones(3, 2)), _set("data", torch.ones(3, 2).t()), _set("data", torch.ones(2, 3, 1)),
+    _set("data", torch.ones(2, 3, dtype=torch.float64)), _set("data", torch.ones(1)), lambda t: t.requires_grad_(),
+    lambda t: t.resize_(2, 4), lambda t: t.unsqueeze_(0), lambda t: t.set_(torch.ones(2, 6)[:, ::2]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", LAYOUTS)
+def test_layouts(change):
+    first, changed = torch.ones(2, 3), torch.ones(2, 3)
+    change(changed)
+    for form in {bulk._layouts, bulk.layouts_of([first])}:
+        kept = form((first, torch.ones(2, 3)))
+        assert kept == form((torch.zeros(2, 3), first)) and kept != form((first, changed)) and kept != form((first,))
+
+
+def test_layouts_of_many_dimensions_and_of_none():
+    tensors = (*(torch.ones([1] * dim) for dim in (0, 64, 30, 64)), torch.ones(0), torch.ones(1, 0))
+    for form in {bulk._layouts, bulk.layouts_of(tensors)}:
+        assert form(tensors) == form(tuple([t.clone() for t in tensors])) and form(()) == form(())
+    assert bulk.layouts_of([torch.ones(2).to_sparse()]) is bulk._layouts
+
+
+def test_hooks_that_tensors_have():
+    tensors = tuple([torch.ones(1, requires_grad=True) for _ in range(3)])
+    assert bulk.hooks(tensors) == bulk._hooks(tensors) == []
+    removed = tensors[1].register_hook(print)
+    tensors[2].register_post_accumulate_grad_hook(print)
+    assert bulk.hooks(tensors) == bulk._hooks(tensors) and [i for i, _ in bulk.hooks(tensors)] == [2, 5]
+    removed.remove()
+    tensors[1]._backward_hooks = None
+    assert bulk.hooks(tensors) == bulk._hooks(tensors) and [i for i, _ in bulk.hooks(tensors)] == [5]

@@ -45,6 +45,7 @@ from wholestep.torch_compat import (
     IS_VIEW,
     PACKED_SEQUENCES,
     SINGLE_TENSOR_UPDATES,
+    TENSOR_BASE,
     UNSCALE_GRADIENTS,
     BatchNorm,
     FakeTensor,
@@ -125,6 +126,8 @@ from wholestep.torch_compat import (
     skipped_by_dynamo,
     storage_id,
     storage_uses,
+    tensor_functions,
+    tensor_offsets,
     transforms_active,
     tree_map,
     tree_map_only,
@@ -685,6 +688,16 @@ def test_the_blas_is_that_of_torchs_products():
         as_it_is, one, zero = ctypes.c_char_p(b"n"), *(ctypes.byref(ctypes.c_float(f)) for f in (1, 0))
         kernel(as_it_is, as_it_is, m, n, k, one, y.data_ptr(), m, x.data_ptr(), k, zero, made.data_ptr(), m)
         assert torch.equal(made, x @ y)
+
+
+def test_tensors_lie_within_pythons_objects_where_c_code_reads_them():
+    offsets, functions = tensor_offsets(), tensor_functions()
+    assert len(offsets) == 3 and all(functions) and TENSOR_BASE in torch.Tensor.__mro__
+    x, dim, sizes = torch.ones(2, 3), ctypes.c_int64(), ctypes.POINTER(ctypes.c_int64)()
+    at = [ctypes.c_void_p(id(x) + offsets[0]), ctypes.byref(dim)]
+    assert ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 2)(functions[0])(*at) == 0 and dim.value == 2
+    at[1] = ctypes.byref(sizes)
+    assert ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 2)(functions[4])(*at) == 0 and sizes[:2] == [2, 3]
 
 
 def test_threads_are_those_of_torchs_openmp():

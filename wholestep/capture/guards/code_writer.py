@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 from itertools import chain
-from operator import call
 from types import CodeType
 from typing import Any
 
-from wholestep.capture.guards.compared_values import global_state, identical, match, memory, same_plain
+from wholestep.capture.guards.bulk import gather, hooks, identical, match
+from wholestep.capture.guards.compared_values import global_state, memory, same_plain
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container
 from wholestep.capture.sources import is_exact, item
@@ -28,8 +28,8 @@ class CodeWriter:
     def __init__(self, state: tuple[Any, ...]) -> None:
         self.names: dict[int, str] = {}
         self.space: dict[str, Any] = {
-            "identical": identical, "same": same_plain, "chain": chain.from_iterable, "values": dict.values,
-            "call": call, "match": match, "global_state": global_state, "STATE": state, "memory": memory,
+            "identical": identical, "same": same_plain, "chain": chain.from_iterable, "match": match, "gather": gather,
+            "hooks": hooks, "global_state": global_state, "STATE": state, "memory": memory,
         }
         self.spaces = [self.space]
         self.weak: list[Any] = []

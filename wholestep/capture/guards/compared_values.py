@@ -10,11 +10,9 @@ import enum
 import math
 import uuid
 import weakref
-from collections.abc import Callable
 from dataclasses import is_dataclass
 from decimal import Decimal
 from fractions import Fraction
-from operator import call, is_
 from pathlib import PurePath
 from re import Pattern
 from typing import Any
@@ -22,6 +20,7 @@ from typing import Any
 import numpy
 import torch
 
+from wholestep.capture.guards.bulk import recall
 from wholestep.torch_compat import address_of, attention_kernels, default_device, einsum_flags, global_hooks
 
 PLAIN: tuple[type, ...] = (
@@ -74,39 +73,12 @@ def is_one_of_a_kind(kind: type) -> bool:
     """True for classes (the package's own) whose instances are not looked into but told apart by identity."""
     return bool(getattr(kind, "guard_identity", False))
 
-try:
-    from wholestep.capture.guards import _tables as native
-except ImportError:  # not built
-    native = None  # type: ignore[assignment]
-
 
 def memory(tensor: torch.Tensor) -> int:
     """Address of a tensor's storage; 0 for none (empty, meta, sparse)."""
-    if tensor.layout != torch.strided or tensor.device.type == "meta":
+    if tensor.layout != torch.strided or tensor.is_meta:
         return 0
     return address_of(tensor.untyped_storage())
-
-
-def identical(left: Any, right: Any) -> bool:
-    """True when two iterables of equal length hold the very same objects."""
-    return all(map(is_, left, right))
-
-
-def _match(tables: list[tuple[dict[Any, Any], tuple[Any, ...], tuple[Any, ...], bool]], empty: list[Any]) -> bool:
-    """Whether dictionaries hold what they held, and others nothing.
-
-    Args:
-        tables: dictionary, keys, values, and whether the order of keys counts; `ANY` stands for any value.
-    """
-    return not any(empty) and all(
-        len(table) == len(keys) and (not ordered or tuple(table) == keys) and
-        all(key in table and (value is ANY or table[key] is value) for key, value in zip(keys, values, strict=True))
-        for table, keys, values, ordered in tables
-    )  # fmt: skip
-
-
-ANY = native.ANY if native is not None else object()
-match = native.match if native is not None else _match
 
 
 def same_plain(found: Any, expected: Any) -> bool:
@@ -115,20 +87,16 @@ def same_plain(found: Any, expected: Any) -> bool:
                                  (found != 0 or repr(found) == repr(expected)))
 
 
-def _weakly(tensor: torch.Tensor | None) -> Callable[[], torch.Tensor | None]:
-    return (lambda: None) if tensor is None else weakref.ref(tensor)
-
-
 class PersistentTensors:
     """The tensors of persistent objects, at the last call that passed.
 
-    Another tensor with equal metadata may take the container of one of them; `rebind` checks it and remembers it. None
+    Another tensor with equal metadata may take the container of one of them; `known` checks it and remembers it. None
     is kept alive between two calls.
     """
 
     def __init__(self, tensors: list[torch.Tensor], watched: list[int], mutated: set[int], written: bool) -> None:
         self.last: list[Any] = tensors
-        self._weak: list[Callable[[], torch.Tensor | None]] = []
+        self._weak: tuple[weakref.ref[torch.Tensor] | None, ...] = ()
         self._gone = [None] * len(tensors)
         self.meta = [(metadata(t), bool(vars(t))) for t in tensors]
         self.watched = watched
@@ -142,7 +110,7 @@ class PersistentTensors:
 
     def _remember(self) -> None:
         self.ids = {id(t) for t in self.last}
-        self._weak = [_weakly(t) for t in self.last]
+        self._weak = tuple([None if t is None else weakref.ref(t) for t in self.last])
         addresses = [0 if t is None else memory(t) for t in self.last]
         self.memory = {a for i, a in enumerate(addresses) if a and (self.written or i in self.mutated)}
         first: dict[int, int] = {}
@@ -152,11 +120,11 @@ class PersistentTensors:
         """Ends a call."""
         self.last[:] = self._gone
 
-    def recall(self) -> None:
-        """Begins a call: what is still there is known again."""
-        self.last[:] = map(call, self._weak)
+    def known(self, tensors: list[torch.Tensor]) -> bool:
+        """Begins a call: what is still there is known again. Whether it has the same tensors, or the like."""
+        return recall(tensors, self._weak, self.last) or self._rebind(tensors)
 
-    def rebind(self, tensors: list[torch.Tensor]) -> bool:
+    def _rebind(self, tensors: list[torch.Tensor]) -> bool:
         """Takes new tensors in container of the last ones, when a program cannot tell them apart."""
         for tensor, last, meta in zip(tensors, self.last, self.meta, strict=True):
             if tensor is not last and last is not None and last.requires_grad:

@@ -60,7 +60,7 @@ class FastPath:
         new = [tensor for _, tensor in self._per_call.tensors]
         new_written = [found[id(t)].source.path in mutated for t in new]
         last = PersistentTensors(tensors, self._persistent.watched, written, any(new_written))
-        write.space |= {"persistent": last, "rebind": last.rebind, "recall": last.recall, "LAST": last.last}
+        write.space |= {"persistent": last, "known": last.known}
         if not new:
             return last
         write.lines.append(f"ids = {{*map(id, ({names},))}}")

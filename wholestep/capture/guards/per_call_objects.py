@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from wholestep.capture.guards.bulk import layouts_of
 from wholestep.capture.guards.code_writer import CodeWriter
 from wholestep.capture.guards.compared_values import is_plain
 from wholestep.capture.outside.external_calls import variables
@@ -215,15 +216,15 @@ class PerCallObjects:
         if known is not None:
             return
         self.tensors.append((name, tensor))
-        sized = self._snap.tensors[id(tensor)].source.path not in self._sizeless
-        write.require(f"type({name}) is {write.name(type(tensor))} and {name}.dtype is {write.constant(tensor.dtype)}"
-                      f" and {name}.device == {write.constant(tensor.device)}"
-                      f" and {name}.requires_grad is {tensor.requires_grad} and {name}.is_leaf is {tensor.is_leaf}"
+        write.require(f"type({name}) is {write.name(type(tensor))} and {name}.is_leaf is {tensor.is_leaf}"
                       f" and {name}.layout is {write.constant(tensor.layout)}")
-        if sized:
-            write.require(f"{name}.shape == {write.constant(tensor.shape)}")
-        if sized and tensor.layout == torch.strided:
-            write.require(f"{name}.stride() == {tensor.stride()}")
+        if self._snap.tensors[id(tensor)].source.path not in self._sizeless:
+            form = layouts_of([tensor])
+            write.require(f"{name}.is_nested is {tensor.is_nested} and "
+                          f"{write.constant(form)}(({name},)) == {write.constant(form((tensor,)))}")
+        else:
+            write.require(f"{name}.dtype is {write.constant(tensor.dtype)} and {name}.device == "
+                          f"{write.constant(tensor.device)} and {name}.requires_grad is {tensor.requires_grad}")
         if tensor.requires_grad:
             for key in ("grad", *HOOK_TABLES):
                 if tensor.is_leaf or (key == "grad" and tensor.retains_grad):

@@ -14,20 +14,15 @@ from typing import Any
 
 import torch
 
+from wholestep.capture.guards.bulk import ANY, flatten, hooks, layouts_of
 from wholestep.capture.guards.code_writer import CodeWriter
-from wholestep.capture.guards.compared_values import ANY
 from wholestep.capture.guards.per_call_objects import PERSISTENT, PerCallObjects
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container
 from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.snapshot.user_code import is_library, is_user_class
 from wholestep.capture.sources import REGISTRIES, Attr, Source, base_of, is_exact
-from wholestep.torch_compat import HOOK_TABLES
 
-# What `module.double()` and the like change of a tensor. By themselves these make no tuples: 0.9 of the time.
-_METADATA = (attrgetter("shape"), torch.Tensor.is_contiguous, attrgetter("dtype"), attrgetter("requires_grad"))
-_DEVICES = attrgetter("is_cpu"), attrgetter("device")  # all alike on a CPU, which has no number
-_GRAD_AND_HOOKS = attrgetter("grad", *HOOK_TABLES)
 _KIND = attrgetter("layout", "requires_grad", "dtype")
 _TABLES = kinds.MAPPING, kinds.ATTRIBUTES, kinds.MODULE
 
@@ -89,12 +84,9 @@ class PersistentObjects:
                 self._add(found.tensor)
                 singles.append(write.name(found.tensor))
         self._whole = ids
-        reads = [f"*chain(map(values, {write.constant(whole)}))"] * bool(whole)
-        if nested:
-            write.lines.append(f"inner = [{', '.join(f'*values({write.name(c.value)})' for c in nested)}]")
-            reads.append("*chain(map(values, inner))")
-        reads += singles
-        write.lines.append(f"t = [{', '.join(reads)}]")
+        tables = write.constant([c.value for c in nested]), write.constant([tuple(table) for table in inner])
+        write.lines.append(f"t = gather({write.constant(whole)}, {', '.join(tables)})")
+        write.lines.append(f"t += [{', '.join(singles)}]")
         self._compare_gradients()
         self._compare_metadata()
 
@@ -118,18 +110,17 @@ class PersistentObjects:
                                   if t.is_leaf and (t.requires_grad or isinstance(t, torch.nn.Parameter))]
         if not watched:
             return
-        expected = [_GRAD_AND_HOOKS(tensors[i]) for i in watched]
-        write.lines.append(f"g = list(map({write.constant(_GRAD_AND_HOOKS)}, {write.constant(_picker(watched))}(t)))")
+        grads_now = [tensors[i].grad for i in watched]
+        write.lines.append(f"w = {write.constant(_picker(watched))}(t)")
+        write.require(f"hooks(w) == {write.constant(hooks(tuple([tensors[i] for i in watched])))}")
+        write.lines.append(f"g = list(map({write.constant(attrgetter('grad'))}, w))")
         free = [self._snap.replaces_gradient_of(tensors[i]) for i in watched]
-        grads = [(j, e[0]) for j, e in enumerate(expected) if e[0] is not None and not free[j]]
-        there = [(f or e[0] is None, *e[1:]) for f, e in zip(free, expected, strict=True)]
+        grads = [(j, grad) for j, grad in enumerate(grads_now) if grad is not None and not free[j]]
+        there = [f or grad is None for f, grad in zip(free, grads_now, strict=True)]
         if any(free):
-            found = f"[(f or x is None, h, k) for f, (x, h, k) in zip({write.constant(free)}, g)]"
-            write.require(f"{found} == {write.constant(there)}")
-        elif grads:
-            write.require(f"[(x is None, h, k) for x, h, k in g] == {write.constant(there)}")
+            write.require(f"[f or x is None for f, x in zip({write.constant(free)}, g)] == {write.constant(there)}")
         else:
-            write.require(f"g == {write.constant(expected)}")
+            write.require(f"[x is None for x in g] == {write.constant(there)}")
         if grads:
             self._compare_present(grads)
 
@@ -151,19 +142,14 @@ class PersistentObjects:
 
     def _compare_metadata(self) -> None:
         write, tensors = self._writer, self.tensors
-        write.lines.append("recall()")
-        write.lines.append("if not identical(t, LAST) and not rebind(t): return None")
+        write.require("known(t)")
         state = {id(f.tensor) for f in self._snap.tensors.values() if f.kind in ("state", "grad")}
         checked = [i for i, t in enumerate(tensors) if id(t) not in state]
-        # contiguous in more than one memory format
-        either = [i for i in checked if 1 in tensors[i].shape and tensors[i].layout is torch.strided]
-        device = _DEVICES[not all(t.is_cpu for t in tensors)]
-        for getters, places in (((*_METADATA, device), checked), ((torch.Tensor.stride,), either)):
-            if places:
-                write.lines.append(f"p = {write.constant(_picker(places))}(t)")
-            for getter in getters if places else ():
-                expected = [getter(tensors[i]) for i in places]
-                write.require(f"list(map({write.constant(getter)}, p)) == {write.constant(expected)}")
+        if checked:
+            picked = tuple([tensors[i] for i in checked])
+            form = layouts_of(picked)
+            write.require(f"{write.constant(form)}({write.constant(_picker(checked))}(t)) == "
+                          f"{write.constant(form(picked))}")
 
     # what they hold ------------------------------------------------------------------------------------
 
@@ -207,15 +193,15 @@ class PersistentObjects:
             codes = [function.__code__ for function in functions]
             write.require(f"identical(map({write.constant(attrgetter('__code__'))}, {write.constant(functions)}), "
                           f"{write.constant(codes)})")
-        if self._inner:
-            keys = [*chain.from_iterable(self._inner.values())]
-            write.require(f"list(map(len, inner)) == {[*map(len, self._inner.values())]} and "
-                          f"[*chain(inner)] == {write.constant(keys)}")
         if tables or empty[0]:
-            write.require(f"match({write.constant(tables)}, {write.constant(empty[0])})")
-        if lists:
-            write.require(f"list(map(len, {write.constant(lists)})) == {write.constant([len(x) for x in lists])} and "
-                          f"identical(chain({write.constant(lists)}), {self._expected([v for x in lists for v in x])})")
+            write.require(f"match({write.constant(flatten(tables, empty[0]))}, {write.constant(tables)}, "
+                          f"{write.constant(empty[0])})")
+        of_tensors = [x for x in lists if all(isinstance(v, torch.Tensor) for v in x)]
+        for those in (of_tensors, [x for x in lists if not any(x is one for one in of_tensors)]):
+            if those:  # the former are expected without a copy of ``t``
+                name, sizes = write.constant(those), write.constant([len(x) for x in those])
+                values = self._expected([v for x in those for v in x])
+                write.require(f"list(map(len, {name})) == {sizes} and identical(chain({name}), {values})")
         if empty[1]:
             write.require(f"not any({write.constant(empty[1])})")
 

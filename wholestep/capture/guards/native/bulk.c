@@ -1,0 +1,286 @@
+/* What a binder compares in bulk: tables by identity, and tensors by what their C++ part holds.
+ *
+ * A model of 20 layers has some 600 attributes, 500 empty tables of hooks and 160 tensors. bulk.py has each function in
+ * Python too, and says what it answers. */
+#define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030b0000
+#include <Python.h>
+#include <string.h>
+
+static PyObject *any, *requires_grad; /* any: stands for a value that is compared elsewhere */
+
+/* torch's C interface takes the address of a C++ tensor, which lies within the Python object. */
+typedef int32_t get_int_t(void *tensor, int32_t *out);
+typedef int32_t get_long_t(void *tensor, int64_t *out);
+typedef int32_t get_list_t(void *tensor, int64_t **out);
+static PyTypeObject *base;
+static Py_ssize_t cpp, hook_tables[2]; /* offsets within the Python object */
+static get_int_t *get_dtype, *get_device_type, *get_device_index;
+static get_long_t *get_dim;
+static get_list_t *get_sizes, *get_strides;
+
+/* Whether two keys are one: the same object, or equal texts or whole numbers. */
+static int same_key(PyObject *found, PyObject *expected) {
+    if (found == expected)
+        return 1;
+    PyTypeObject *kind = Py_TYPE(expected);
+    if (Py_TYPE(found) != kind || (kind != &PyUnicode_Type && kind != &PyLong_Type))
+        return 0;
+    return PyObject_RichCompareBool(found, expected, Py_EQ);
+}
+
+/* A table with its keys and values as words: dict, number of keys, ordered, then each key and value. */
+static int same_table(PyObject **words) {
+    PyObject *table = words[0], *key, *value, **pairs = words + 3;
+    Py_ssize_t count = (Py_ssize_t)words[1], at = 0;
+    if (PyDict_Size(table) != count)
+        return 0;
+    for (Py_ssize_t i = 0; PyDict_Next(table, &at, &key, &value); i++) {
+        int same = same_key(key, pairs[2 * i]);
+        if (same < 0)
+            return -1;
+        if (!same) {
+            if (words[2] != NULL)
+                return 0;
+            value = PyDict_GetItemWithError(table, pairs[2 * i]);
+            if (value == NULL)
+                return PyErr_Occurred() ? -1 : 0;
+        }
+        if (value != pairs[2 * i + 1] && pairs[2 * i + 1] != any)
+            return 0;
+    }
+    return 1;
+}
+
+static PyObject *flatten(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *tables, *empty, *table, *keys, *values;
+    int ordered;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &tables, &PyList_Type, &empty))
+        return NULL;
+    Py_ssize_t count = PyList_Size(tables), none = PyList_Size(empty), size = 2 + none + 3 * count;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (!PyArg_ParseTuple(PyList_GetItem(tables, i), "O!O!O!p", &PyDict_Type, &table, &PyTuple_Type, &keys,
+                              &PyTuple_Type, &values, &ordered))
+            return NULL;
+        size += 2 * PyTuple_Size(keys);
+    }
+    PyObject *found = PyBytes_FromStringAndSize(NULL, size * (Py_ssize_t)sizeof(PyObject *));
+    if (found == NULL)
+        return NULL;
+    PyObject **words = (PyObject **)PyBytes_AsString(found);
+    *words++ = (PyObject *)none;
+    for (Py_ssize_t i = 0; i < none; i++) *words++ = PyList_GetItem(empty, i);
+    *words++ = (PyObject *)count;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (!PyArg_ParseTuple(PyList_GetItem(tables, i), "OOOp", &table, &keys, &values, &ordered))
+            return Py_DecRef(found), NULL;
+        Py_ssize_t width = PyTuple_Size(keys);
+        *words++ = table, *words++ = (PyObject *)width, *words++ = ordered ? table : NULL;
+        for (Py_ssize_t j = 0; j < width; j++)
+            *words++ = PyTuple_GetItem(keys, j), *words++ = PyTuple_GetItem(values, j);
+    }
+    return found;
+}
+
+static PyObject *match(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *flat, *tables, *empty; /* the lists keep alive what the words refer to */
+    if (!PyArg_ParseTuple(args, "SO!O!", &flat, &PyList_Type, &tables, &PyList_Type, &empty))
+        return NULL;
+    PyObject **words = (PyObject **)PyBytes_AsString(flat);
+    for (Py_ssize_t i = (Py_ssize_t)*words++; i > 0; i--)
+        if (PyDict_Size(*words++) != 0)
+            Py_RETURN_FALSE;
+    for (Py_ssize_t i = (Py_ssize_t)*words++; i > 0; i--, words += 3 + 2 * (Py_ssize_t)words[1]) {
+        int same = same_table(words);
+        if (same < 0)
+            return NULL;
+        if (!same)
+            Py_RETURN_FALSE;
+    }
+    Py_RETURN_TRUE;
+}
+
+static int append_values(PyObject *found, PyObject *table) {
+    PyObject *key, *value;
+    Py_ssize_t at = 0;
+    while (PyDict_Next(table, &at, &key, &value))
+        if (PyList_Append(found, value) < 0)
+            return -1;
+    return 0;
+}
+
+/* Whether all tables within others, in their order, have the keys expected; their values join a list. */
+static int append_nested(PyObject *found, PyObject *tables, PyObject *keys) {
+    Py_ssize_t count = 0;
+    for (Py_ssize_t i = 0; i < PyList_Size(tables); i++) {
+        PyObject *owner, *table, *key, *value, *outer = PyList_GetItem(tables, i);
+        for (Py_ssize_t at = 0; PyDict_Next(outer, &at, &owner, &table);) {
+            PyObject *expected = PyList_GetItem(keys, count++);
+            if (expected == NULL || !PyDict_Check(table) || PyDict_Size(table) != PyTuple_Size(expected))
+                return PyErr_Clear(), 0;
+            Py_ssize_t next = 0;
+            for (Py_ssize_t j = 0; PyDict_Next(table, &next, &key, &value); j++) {
+                int same = same_key(key, PyTuple_GetItem(expected, j));
+                if (same <= 0 || PyList_Append(found, value) < 0)
+                    return same ? -1 : 0;
+            }
+        }
+    }
+    return count == PyList_Size(keys);
+}
+
+static PyObject *gather(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *whole, *nested, *keys;
+    if (!PyArg_ParseTuple(args, "O!O!O!", &PyList_Type, &whole, &PyList_Type, &nested, &PyList_Type, &keys))
+        return NULL;
+    PyObject *found = PyList_New(0);
+    int good = found == NULL ? -1 : 1;
+    for (Py_ssize_t i = 0; good > 0 && i < PyList_Size(whole); i++)
+        good = append_values(found, PyList_GetItem(whole, i)) < 0 ? -1 : 1;
+    if (good > 0)
+        good = append_nested(found, nested, keys);
+    if (good > 0)
+        return found;
+    Py_XDECREF(found);
+    if (good < 0)
+        return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *recall(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *found, *weak, *last;
+    if (!PyArg_ParseTuple(args, "O!O!O!", &PyList_Type, &found, &PyTuple_Type, &weak, &PyList_Type, &last))
+        return NULL;
+    Py_ssize_t count = PyTuple_Size(weak);
+    int same = PyList_Size(found) == count;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *reference = PyTuple_GetItem(weak, i);
+        PyObject *value = reference == Py_None ? Py_None : PyWeakref_GetObject(reference);
+        if (value == NULL || PyList_SetItem(last, i, Py_NewRef(value)) < 0)
+            return NULL;
+        same = same && PyList_GetItem(found, i) == value;
+    }
+    return PyBool_FromLong(same);
+}
+
+static void *tensor_at(PyObject *sequence, Py_ssize_t i) {
+    PyObject *found = PyTuple_GetItem(sequence, i);
+    if (found != NULL && base != NULL && PyObject_TypeCheck(found, base))
+        return found;
+    if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_TypeError, "expected tensors, after `use`");
+    return NULL;
+}
+
+static int32_t describe(char *object, int64_t *words, int64_t *dim) {
+    void *tensor = object + cpp;
+    int64_t *list;
+    int32_t dtype, type, index;
+    PyObject *wanted = PyObject_GetAttr((PyObject *)object, requires_grad);
+    if (wanted == NULL || get_dim(tensor, dim) || get_dtype(tensor, &dtype) || get_device_type(tensor, &type) ||
+        get_device_index(tensor, &index) || *dim > 64)
+        return Py_XDECREF(wanted), -1;
+    words[0] = *dim, words[1] = dtype, words[2] = (int64_t)type << 32 | (uint32_t)index, words[3] = wanted == Py_True;
+    Py_DECREF(wanted);
+    if (get_sizes(tensor, &list))
+        return -1;
+    memcpy(words + 4, list, sizeof(int64_t) * (size_t)*dim);
+    if (get_strides(tensor, &list))
+        return -1;
+    memcpy(words + 4 + *dim, list, sizeof(int64_t) * (size_t)*dim);
+    return 0;
+}
+
+static PyObject *layouts(PyObject *self, PyObject *tensors) {
+    (void)self;
+    enum { MOST = 4 + 2 * 64 };
+    Py_ssize_t count = PyTuple_Size(tensors), used = 0, size = 16 * count + MOST;
+    if (count < 0)
+        return NULL;
+    int64_t *words = PyMem_Malloc(sizeof(int64_t) * (size_t)size), dim;
+    for (Py_ssize_t i = 0; words != NULL && i < count; i++, used += 4 + 2 * dim) {
+        char *object = tensor_at(tensors, i);
+        if (used + MOST > size) {
+            size = 2 * size + MOST;
+            int64_t *more = PyMem_Realloc(words, sizeof(int64_t) * (size_t)size);
+            if (more == NULL)
+                PyMem_Free(words);
+            words = more;
+        }
+        if (words != NULL && (object == NULL || describe(object, words + used, &dim))) {
+            PyMem_Free(words);
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_RuntimeError, "a tensor without sizes and strides");
+            return NULL;
+        }
+    }
+    if (words == NULL)
+        return PyErr_NoMemory();
+    PyObject *found = PyBytes_FromStringAndSize((char *)words, (Py_ssize_t)sizeof(int64_t) * used);
+    PyMem_Free(words);
+    return found;
+}
+
+static PyObject *hooks(PyObject *self, PyObject *tensors) {
+    (void)self;
+    Py_ssize_t count = PyTuple_Size(tensors);
+    PyObject *found = count < 0 ? NULL : PyList_New(0);
+    for (Py_ssize_t i = 0; found != NULL && i < count; i++) {
+        char *object = tensor_at(tensors, i);
+        for (int j = 0; j < 2; j++) {
+            PyObject *table = object == NULL ? NULL : *(PyObject **)(object + hook_tables[j]);
+            PyObject *pair = table == NULL || table == Py_None ? NULL : Py_BuildValue("(nO)", 2 * i + j, table);
+            if (PyErr_Occurred() || (pair != NULL && PyList_Append(found, pair) < 0)) {
+                Py_XDECREF(pair);
+                Py_DECREF(found);
+                return NULL;
+            }
+            Py_XDECREF(pair);
+        }
+    }
+    return found;
+}
+
+static PyObject *use(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *kind;
+    Py_ssize_t dim, dtype, type, index, sizes, strides;
+    if (!PyArg_ParseTuple(args, "O!(nnn)(nnnnnn)", &PyType_Type, &kind, &cpp, &hook_tables[0], &hook_tables[1], &dim,
+                          &dtype, &type, &index, &sizes, &strides))
+        return NULL;
+    get_dim = (get_long_t *)dim, get_dtype = (get_int_t *)dtype;
+    get_device_type = (get_int_t *)type, get_device_index = (get_int_t *)index;
+    get_sizes = (get_list_t *)sizes, get_strides = (get_list_t *)strides;
+    base = (PyTypeObject *)Py_NewRef(kind);
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef METHODS[] = {
+    {"flatten", flatten, METH_VARARGS, "Tables as words, for `match`."},
+    {"match", match, METH_VARARGS, "Whether dictionaries hold what they held, and others nothing."},
+    {"gather", gather, METH_VARARGS, "The values of dictionaries, and of those within others where their keys are known."},
+    {"recall", recall, METH_VARARGS, "Fills a list with what weak references refer to; whether another has the same."},
+    {"layouts", layouts, METH_O, "Sizes, strides, dtypes, devices and requires_grad of a tuple of tensors, as bytes."},
+    {"hooks", hooks, METH_O, "Hook tables of a tuple of tensors that have any, each with its number."},
+    {"use", use, METH_VARARGS, "Says the class of tensors, offsets within them, and torch's C functions."},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, "_bulk", NULL, -1, METHODS, NULL, NULL, NULL, NULL};
+
+PyMODINIT_FUNC PyInit__bulk(void) {
+    PyObject *module = PyModule_Create(&MODULE);
+    if (module == NULL)
+        return NULL;
+    requires_grad = PyUnicode_InternFromString("requires_grad");
+    any = PyObject_CallNoArgs((PyObject *)&PyBaseObject_Type);
+    if (any == NULL || requires_grad == NULL || PyModule_AddObjectRef(module, "ANY", any) < 0) {
+        Py_DECREF(module);
+        return NULL;
+    }
+    return module;
+}
