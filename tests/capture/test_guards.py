@@ -123,6 +123,7 @@ def test_gradients_and_frozen_parameters() -> None:
     assert reason(binder, model, opt, x) == "L['model'].fc.weight.grad: expected None, found a Tensor"
     _, binder = bound(step, model, opt, x)
     passes(binder, model, opt, x)
+    assert binder.slow_calls == 0
     model.fc.weight.grad = torch.ones(4, 4)
     assert any(v is model.fc.weight.grad for v in passes(binder, model, opt, x))
     model.fc.weight.grad = None

@@ -131,12 +131,12 @@ class PersistentObjects:
                  if id(grad) not in write.tensors]
         unread = [(j, _KIND(grad)) for j, grad, is_read in fresh if not is_read]
         if unread:
-            write.require(f"[kind(g[j][0]) for j in {[j for j, _ in unread]}] == "
+            write.require(f"[kind(g[j]) for j in {[j for j, _ in unread]}] == "
                           f"{write.constant([kind for _, kind in unread])}")
             write.space["kind"] = _KIND
         read = [(j, grad) for j, grad, is_read in fresh if is_read]
         if read:
-            write.lines.append(f"t += [{', '.join(f'g[{j}][0]' for j, _ in read)}]")
+            write.lines.append(f"t += [{', '.join(f'g[{j}]' for j, _ in read)}]")
         for _, grad in read:
             self._add(grad)
 
