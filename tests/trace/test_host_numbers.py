@@ -237,6 +237,7 @@ def test_errors_of_numbers_are_caught_as_in_eager() -> None:
     compiled, x = ws.compile(caught), torch.ones(3)
     for p in (2.0, 0.5, 0.0, 0.25, -1.0, 0.0, 3.0):
         assert _same(caught(x, p)[0], compiled(x, p)[0]) and caught(x, p)[1] == compiled(x, p)[1], p
+    assert not compiled.breaks and compiled.captures <= 6
     with pytest.raises(ZeroDivisionError, match="float division by zero"):
         ws.compile(lambda x, p: x / (1 / p), fullgraph=True)(x, 0.0)
     with pytest.raises(DataDependentError, match="catches what may be raised where numbers are others"):

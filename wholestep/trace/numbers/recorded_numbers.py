@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable
@@ -97,15 +98,17 @@ class RecordedNumbers:
 
         Raises:
             Exception: that error.
-            DataDependentError: code around the call would catch one, which another call's numbers may give.
+            DataDependentError: code around the call would catch one, and the numbers are not known before the step.
         """
         hosts = [isinstance(getattr(a, "node", None), HostNode) for a in args]
         nodes = tuple(a.node.fx_node if host else a for a, host in zip(args, hosts, strict=True))
         known = all(a.node.known for a, host in zip(args, hosts, strict=True) if host)
         if any(map(is_caught, errors_of(function))):
-            what = f"the step catches what may be raised where numbers are others, by {function.__name__}"
-            remedy = "check them before, or compile without fullgraph=True"
-            raise self.refused(DataDependentError(what, user_line(), remedy))
+            if not known:
+                what = f"the step catches what may be raised where numbers are others, by {function.__name__}"
+                remedy = "check them before, or compile without fullgraph=True"
+                raise self.refused(DataDependentError(what, user_line(), remedy))
+            self.record(raises(function), args, error is not None)  # a guard
         if error is not None and known:
             raise error
         key = (function, *((type(n), str(n) if is_size(n) else n) for n in nodes))
@@ -254,6 +257,21 @@ def errors_of(function: Callable[..., Any]) -> tuple[Any, ...]:
     if function in (operator.pow, pow):
         return ZeroDivisionError, OverflowError
     return (ZeroDivisionError,) if function in (operator.truediv, operator.floordiv, operator.mod) else ()
+
+
+@functools.cache
+def raises(function: Callable[..., Any]) -> Callable[..., bool]:
+    """Whether a function of numbers raises what its domain asks for."""
+
+    def failing(*args: Any) -> bool:
+        try:
+            function(*args)
+        except (ArithmeticError, ValueError):
+            return True
+        return False
+
+    failing.__name__ = f"{function.__name__}_raises"
+    return failing
 
 
 _read_list = torch.Tensor.tolist  # not what a trace puts there
