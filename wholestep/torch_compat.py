@@ -796,6 +796,20 @@ class UnwrappedDispatchMode(TorchDispatchMode):
         return False
 
 
+_AS_WRITTEN: dict[str, Any] = {
+    "_callback_from_stance": lambda callback: None, "set_fullgraph_compiled_frame_count": lambda count: 0
+}  # fmt: skip
+
+
+def nested_compiles() -> list[tuple[Any, str, Any]]:
+    """Patches by which functions under `torch.compile` run as they are written, as under `set_stance("force_eager")`.
+
+    What Dynamo compiled before reads memory past a dispatch mode; under one it skips frames, an error with its
+    ``fullgraph=True``. Seen in torch 2.13."""
+    module = sys.modules.get("torch._dynamo.eval_frame")
+    return [(module, name, stand_in) for name, stand_in in _AS_WRITTEN.items() if hasattr(module, name)]
+
+
 def skipped_by_dynamo(target: _Skipped) -> _Skipped:
     """Decorator of a class or a function: Dynamo runs the methods, and all that they call, as they are.
 

@@ -223,6 +223,21 @@ def test_a_number_that_autograd_saves_is_an_input_of_the_backward_too():
     assert compiled.captures <= 2
 
 
+def test_roots_of_negative_numbers() -> None:
+    """Which are complex: of the half that stands for a tensor's number while a step is traced, too."""
+
+    def of_tensor(x: Tensor, p: Tensor) -> Tensor:
+        return torch._foreach_clamp_max([x], [(p.item() - 1) ** 0.25])[0]
+
+    compiled, x = ws.compile(of_tensor, fullgraph=True), torch.ones(3)
+    for p in (2.0, 1.0, 1.5):
+        assert torch.equal(compiled(x, _held(p)), of_tensor(x, _held(p)))
+    assert compiled.captures == 1
+    compiled = ws.compile(lambda x, p: x * p**0.5, fullgraph=True)
+    for p in (2.0, -2.0, 3.0, -2.0, -3.0):
+        assert torch.equal(compiled(x, p), x * p**0.5)
+
+
 def caught(x: Tensor, p: float) -> tuple[Tensor, list[str]]:
     total, said = 0.0, list[str]()
     for number in (lambda: 1 / p, lambda: p**-400, lambda: 7.0 % p, lambda: math.sqrt(p), lambda: math.exp(1000 * p)):

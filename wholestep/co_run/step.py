@@ -21,7 +21,7 @@ from wholestep.co_run.segment import Segment, SegmentProgram, same
 from wholestep.errors import CaptureError, DistError, PlanError
 from wholestep.patches import Patches, Replacement
 from wholestep.pipeline import Options
-from wholestep.torch_compat import below_autograd
+from wholestep.torch_compat import below_autograd, nested_compiles
 from wholestep.trace.record.provenance import user_line
 
 # Programs of one step; beyond, segments run operator by operator.
@@ -101,7 +101,7 @@ class CoRun:
         if ranks is not None:
             begun = ranks.call(args, kwargs, queue)
         try:
-            with begun as replaced, self._patches.during([*flushing(), *replaced], here):
+            with begun as replaced, self._patches.during([*flushing(), *nested_compiles(), *replaced], here):
                 try:
                     with queue:
                         queue.watch.begin()

@@ -111,10 +111,11 @@ class RecordedNumbers:
             self.record(raises(function), args, error is not None)  # a guard
         if error is not None and known:
             raise error
+        hint = 1.0 if isinstance(hint, complex) and not known else hint  # a root of what stands for the number
         key = (function, *((type(n), str(n) if is_size(n) else n) for n in nodes))
         if key not in self._recorded:  # pure functions of numbers: the same call is the same number
             self._recorded[key] = self.builder.emit(function, nodes, value=hint)
-        if isinstance(hint, bool):
+        if isinstance(hint, (bool, complex)):
             return self.decide(self._recorded[key], user_line())
         return make_host(HostNode(self, self._recorded[key], hint, known))
 

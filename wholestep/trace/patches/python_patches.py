@@ -31,6 +31,7 @@ from wholestep.torch_compat import (
     FakeTensor,
     checkpoint_contexts,
     has_foreach_support,
+    nested_compiles,
     unseen_fakes,
 )
 from wholestep.trace.numbers.host_numbers import AWARE, aware_choice
@@ -207,6 +208,7 @@ def patched_python(
         *((operator, "__call__", _dynamos_checkpoint) for operator in CHECKPOINT_OPERATORS),
         *generator_methods.methods(recorder),
         *LikeUpdates(recorder).patches(),
+        *nested_compiles(),
         *types_asked.patches(recorder.inputs, recorder.builder.sizes is not None),
         (builtins, "max", aware_choice(max)),
         (builtins, "min", aware_choice(min)),
