@@ -105,6 +105,7 @@ from wholestep.torch_compat import (
     mkl_square_root,
     modes_active,
     needs_memory,
+    nested_compiles,
     nll_loss_backward,
     no_modes,
     node_sequence_number,
@@ -1004,6 +1005,14 @@ def test_dynamo_skips_the_methods_of_a_class() -> None:
     skipped = skipped_by_dynamo(Twice)
     assert torch.equal(torch.compile(skipped().run, backend=backend)(torch.ones(2)), torch.full((2,), 4.0))
     assert len(seen) == 1
+
+
+def test_what_torch_compile_gave_runs_as_it_is_written():
+    seen: list[Any] = []
+    compiled = torch.compile(lambda x: x + 1, backend=lambda gm, _: seen.append(gm) or gm, fullgraph=True)
+    with patched(nested_compiles(), lambda: True):
+        assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0)) and not seen
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0)) and len(seen) == 1
 
 
 def test_a_dispatch_mode_that_is_called_as_it_is():

@@ -234,7 +234,7 @@ def test_roots_of_negative_numbers() -> None:
         assert torch.equal(compiled(x, _held(p)), of_tensor(x, _held(p)))
     assert compiled.captures == 1
     compiled = ws.compile(lambda x, p: x * p**0.5, fullgraph=True)
-    for p in (2.0, -2.0, 3.0, -2.0, -3.0):
+    for p in (-2.0, -3.0, -2.0):
         assert torch.equal(compiled(x, p), x * p**0.5)
 
 
