@@ -5,6 +5,7 @@ import io
 import subprocess
 import sys
 import threading
+import time
 from contextlib import redirect_stdout
 
 import markupsafe._speedups
@@ -522,3 +523,17 @@ def test_forward_mode_differentiation_makes_zeros_without_memory(deferring):
     compiled = ws.compile(step)
     for x in torch.randn(4, 2, 3):
         assert all(map(torch.equal, compiled(x), step(x)))
+
+
+def test_views_that_negate_are_no_other_name_of_what_they_view(deferring):
+    def step(x):
+        values = x * 3
+        negative = torch._neg_view(values)  # the same elements of the same memory
+        more = values + 1
+        print(time.time() > 0, file=sink)
+        return more, negative
+
+    compiled, x, sink = ws.compile(step), torch.randn(4, 4), io.StringIO()
+    for _ in range(3):
+        assert all(map(torch.equal, compiled(x), step(x)))
+    assert compiled.breaks

@@ -31,12 +31,14 @@ class Kind(Enum):
     AT_ONCE = auto()
 
 
-# Operators that change what a tensor is, whose results' sizes follow from data, or whose kernels ask for grad mode.
+# Operators that change what a tensor is or what its memory means, whose results' sizes follow from data, or whose
+# kernels ask for grad mode.
 _AT_ONCE = {
     aten._local_scalar_dense.default, aten.item.default, aten.equal.default, aten.is_same_size.default,
     aten.set_.source_Storage_storage_offset, aten.set_.source_Tensor, aten.set_.source_Storage, aten.set_.default,
     aten.resize_.default, aten.resize_as_.default, aten._pack_padded_sequence.default, aten.record_stream.default,
     aten.lift_fresh.default, aten.lift.default, aten.empty.memory_format, aten._efficientzerotensor.default,
+    aten._neg_view.default, aten._conj.default,
     *SHAPE_FROM_DATA, *GRAD_SENSITIVE,
 }  # fmt: skip
 
