@@ -50,7 +50,8 @@ class Patch:
         self.acting: list[tuple[Here, Any]] = []
         self._own = _names(owner).get(name, _ABSENT)
         self.original = _found(owner, name)
-        self.put: Any = _Descriptor(self) if isinstance(owner, type) else _callable(self)
+        of_class = _DataDescriptor if hasattr(self.original, "__set__") else _Descriptor
+        self.put: Any = of_class(self) if isinstance(owner, type) else _callable(self)
 
     def begin(self) -> None:
         """Stands in the attribute's place from now on."""
@@ -104,6 +105,13 @@ class _Descriptor:
 
     def __call__(self, *args: Any) -> Any:
         return self.patch.chosen()(*args)  # as C calls a special method that it looked up itself: `__get__`
+
+
+class _DataDescriptor(_Descriptor):
+    """Stands for one that instances are also set by."""
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        self.patch.chosen().__set__(instance, value)
 
 
 class _Object:

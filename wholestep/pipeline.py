@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -295,13 +295,13 @@ def capture(
                 traced = _traced(step, args, kwargs, world, attempt.shared, *how)
                 if sync is None or not sync.again():
                     return world, traced
-            except (SharedMemory, ReentrantCheckpoint, LeakError) as request:
-                following = attempt.after(request)
+            except Exception as request:
+                following = attempt.after(request, world.reachable.outside.unseen)
             finally:
                 _tracing.active = False
                 world.restore()
-            if following.varying != attempt.varying:
-                world = take(fn, args, kwargs, varying=following.varying)
+            if (following.varying, following.names) != (attempt.varying, attempt.names):
+                world = take(fn, args, kwargs, names=following.names, varying=following.varying)
             attempt = following
 
 
@@ -313,23 +313,27 @@ class _Attempt:
         varying: paths of numbers that are inputs, and of lists that are only appended to.
         shared: memories that several inputs share.
         reentrant: whether checkpoints run as written.
+        names: of modules that the step finds by them.
     """
 
     varying: frozenset[str]
     shared: frozenset[int] = frozenset()
     reentrant: bool = True
+    names: frozenset[str] = frozenset()
 
-    def after(self, request: Exception) -> _Attempt:
+    def after(self, request: Exception, unseen: Set[str]) -> _Attempt:
         """The next attempt.
 
         Raises:
-            LeakError: none would help.
+            Exception: none would help.
         """
+        if unseen:
+            return replace(self, names=self.names | unseen)
         if isinstance(request, SharedMemory):
             return replace(self, shared=request.memories)
-        if not isinstance(request, LeakError):
+        if isinstance(request, ReentrantCheckpoint):
             return replace(self, reentrant=False)
-        if request.grown <= self.varying:  # none, or none that can stay unseen
+        if not isinstance(request, LeakError) or request.grown <= self.varying:  # none, or none that can stay unseen
             raise request
         return replace(self, varying=self.varying | request.grown)
 

@@ -13,6 +13,7 @@ import io
 import logging
 import os
 import pathlib
+import pkgutil
 import queue
 import random
 import sys
@@ -136,7 +137,18 @@ CONTEXT: ContextVar[float] = ContextVar("scale", default=1.0)
 WEIGHTS, WAITING = numpy.ones(2), queue.SimpleQueue[int]()
 TABLE = {"a": 1.0}
 SHOWN = types.MappingProxyType(TABLE)
+FORMAT, FORMATS = "{.width}", "{.width}".format
+PARTS = "settings", "_kept", "_elsewhere"  # of the name of a module
+ELSEWHERE = types.ModuleType("".join(PARTS))
+ELSEWHERE.__file__ = __file__  # the user's
 
+
+def elsewhere(value: float) -> None:
+    vars(ELSEWHERE)["scale"] = value
+
+
+elsewhere(1.0)
+sys.modules[ELSEWHERE.__name__] = ELSEWHERE
 
 READ: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "chain": (lambda: CHAIN["a"], lambda: CHAIN.__setitem__("a", 5.0)),
@@ -145,6 +157,12 @@ READ: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "weak reference": (lambda: WEAK().scale, lambda: setattr(HELD, "scale", 2.0)),  # type: ignore[union-attr]
     "weak proxy": (lambda: PROXY.scale, lambda: setattr(HELD, "scale", 3.0)),
     "format": (lambda: float("{.width}".format(HELD)), lambda: setattr(HELD, "width", 4.0)),  # noqa: UP032
+    "format kept elsewhere": (lambda: float(FORMATS(HELD)), lambda: setattr(HELD, "width", 5.0)),
+    "format that is data": (lambda: float(FORMAT.format(HELD)), lambda: setattr(HELD, "width", 6.0)),
+    "module by a computed name": (lambda: sys.modules["".join(PARTS)].scale, lambda: elsewhere(2.0)),
+    "module imported by one": (lambda: importlib.import_module("".join(PARTS)).scale, lambda: elsewhere(3.0)),
+    "module imported by __import__": (lambda: __import__("".join(PARTS)).scale, lambda: elsewhere(4.0)),
+    "module imported by a library": (lambda: pkgutil.resolve_name("".join(PARTS)).scale, lambda: elsewhere(5.0)),
     "read-only mapping": (lambda: SHOWN["a"], lambda: TABLE.__setitem__("a", 5.0)),
     "environment": (lambda: float(os.environ.get("WHOLESTEP_SCALE", "1")),
                     lambda: os.environ.__setitem__("WHOLESTEP_SCALE", "5")),
@@ -166,6 +184,28 @@ def test_what_is_read_is_a_guard(kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     before = read()
     change()
     assert read() != before and torch.equal(compiled(x), step(x))
+
+
+def test_a_module_that_a_step_is_the_first_to_import_is_in_sight(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "first_imported.py").write_text("scale, steps = 2.0, []\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def step(x: Tensor) -> Tensor:
+        import first_imported  # type: ignore[import-not-found] # noqa: PLC0415
+
+        first_imported.steps.append(1)
+        return x * float(first_imported.scale)
+
+    compiled, x = ws.compile(step, fullgraph=True), torch.ones(2)
+    try:
+        assert [float(compiled(x)[0]) for _ in range(2)] == [2, 2]
+        held = vars(sys.modules["first_imported"])
+        held["scale"] = 3.0
+        assert float(compiled(x)[0]) == 3 and held["steps"] == [1, 1, 1]
+    finally:
+        sys.modules.pop("first_imported", None)
 
 
 UNGUARDED: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {

@@ -33,6 +33,7 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Set
+from itertools import accumulate
 from multiprocessing import connection, queues
 from types import ClassMethodDescriptorType
 from typing import Any, NamedTuple
@@ -43,7 +44,7 @@ import torch
 from wholestep import patches
 from wholestep.capture.outside.shared_generators import Draws
 from wholestep.capture.outside.torch_settings import READERS, Settings
-from wholestep.capture.snapshot.user_code import is_library, is_system, origin
+from wholestep.capture.snapshot.user_code import is_library, is_system, is_user_module, origin
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.patches import Replacement, original, suspended
 from wholestep.torch_compat import FUNCTION_MODES, dispatch_modes_off, function_modes_disabled
@@ -175,10 +176,8 @@ def _caller(between: str = "") -> str:
     return frame.f_code.co_filename
 
 
-def _import(name: str, importer: Any) -> Any:
-    """Imports a module that is not there yet, of C too, with real tensors."""
-    with suspended(), function_modes_disabled(), dispatch_modes_off():
-        return original(machinery, "_find_and_load")(name, importer)
+class UnseenModules(Exception):  # noqa: N818 - a request, not an error
+    """Modules of the user's come into sight as the step imports them: trace again, with them in the snapshot."""
 
 
 class Outside:
@@ -191,6 +190,8 @@ class Outside:
         refused: why it cannot be replayed; code of its own may have caught that.
         draws: from random generators of Python and NumPy.
         environment: name of a variable that the step reads -> its value, None where there is none; and of settings.
+        looked_up, modules: names that modules of the user's were imported by, and those in sight.
+        unseen: names of those that came in sight too late.
         ended: whether nothing is refused any more; who wraps what stood in a class meanwhile may keep it for good.
     """
 
@@ -198,6 +199,7 @@ class Outside:
         self.refused: list[CaptureError] = []
         self.draws = Draws(lambda generator: self._refuse(DRAWS, f"draws from {generator}"))
         self.settings = Settings(self.refused)
+        self.looked_up, self.modules, self.unseen = {*names}, set[Any](), set[str]()
         self.environment: dict[str, Any] = self.settings.read
         for name in READERS.keys() & names:
             self.settings.note(name, READERS[name])
@@ -219,11 +221,13 @@ class Outside:
         yield type(os.environ), "__getitem__", lambda environ, key: self._read(environ, key)
         yield from ((owner, name, self._of_level(owner, name)) for owner, name in LEVELS)
         yield logging.Logger, "handle", lambda logger, record: self._log(logger, record)
-        yield machinery, "_find_and_load", _import
+        yield machinery, "_find_and_load", lambda name, importer: self._import(name, importer)
         yield from self.settings.replacements()
 
     def raise_refused(self) -> None:
         """Raises what the step was refused with first."""
+        if self.unseen:
+            raise UnseenModules(*self.unseen)
         self.draws.put_back()
         if self.refused:
             raise self.refused.pop(0)  # with it goes what its traceback holds
@@ -266,6 +270,18 @@ class Outside:
             self.settings.note(f"os.environ[{name!r}]", functools.partial(os.environ.get, name))
         with suspended():
             return environ[key]
+
+    def _import(self, name: str, importer: Any) -> Any:
+        """Imports a module, which may be there, with real tensors; one of the user's has to be in sight."""
+        with suspended(), function_modes_disabled(), dispatch_modes_off():
+            module = original(machinery, "_find_and_load")(name, importer)
+        above = {*accumulate(name.split("."), "{}.{}".format)} - self.looked_up
+        if above and not self.ended:
+            found = {one: sys.modules[one] for one in above if one in sys.modules}
+            self.unseen |= {one for one, held in found.items() if held not in self.modules and is_user_module(held)}
+        if self.unseen:
+            raise UnseenModules(*self.unseen)
+        return module
 
     def _of_level(self, owner: Any, name: str) -> Any:
         found = original(owner, name)

@@ -15,6 +15,8 @@ from typing import Any
 import numpy
 from sympy.core import random as of_sympy  # which draws to compare expressions, as those of symbolic sizes
 
+from wholestep.patches import original
+
 try:
     from wholestep.capture.outside._methods import watch
 except ImportError as missing:
@@ -56,6 +58,21 @@ class Method:
 
 METHODS = [Method(name, held) for owner in (OF_C, *RANDOM[1:]) for name, held in vars(owner).items()
            if callable(held) and not name.startswith("_") and name not in ("getstate", "get_state")]  # fmt: skip
+BITS = [kind for kind in numpy.random.BitGenerator.__subclasses__() if "state" in vars(kind)]
+
+
+class _State:
+    """The attribute by which a bit generator of NumPy's is set."""
+
+    def __init__(self, kind: type, entered: Callable[[Any, Any], None]) -> None:
+        self._found, self._entered = original(kind, "state"), entered
+
+    def __get__(self, generator: Any, kind: Any = None) -> Any:
+        return self._found.__get__(generator, kind)
+
+    def __set__(self, generator: Any, state: Any) -> None:
+        self._entered(generator, state)
+        self._found.__set__(generator, state)
 
 
 class Draws:
@@ -72,13 +89,14 @@ class Draws:
         self.names: dict[int, tuple[Any, Any]] = {id(generator): (generator, name) for generator, name in SHARED}
         self._refuse, self._made, self._halves = refuse, [*OF_SYMPY], list[tuple[Any, float]]()
 
-    def replacements(self) -> Iterator[tuple[Method, str, Callable[[Any, Any], None]]]:
+    def replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """What is called before a method; garbage collection tells which generators the step has made itself."""
         for generator, _ in self.names.values():  # `gauss` gives every other number from an attribute
             if getattr(generator, "gauss_next", None) is not None:
                 self._halves.append((generator, generator.gauss_next))
                 generator.gauss_next = None
         yield from ((method, "entered", self._entering(method.name)) for method in METHODS)
+        yield from ((kind, "state", _State(kind, self._entering("state"))) for kind in BITS)
 
     def put_back(self) -> None:
         """Has the next numbers of generators be what they were."""
@@ -105,7 +123,19 @@ class Draws:
 
 def _moves(name: str, generator: Any, state: Any) -> bool:
     """Whether a method moves a generator: it does not where it puts back what is there, as Dynamo does."""
-    if name not in ("setstate", "set_state"):
+    if name not in ("setstate", "set_state", "state"):
         return True
-    before = OF_C.getstate(generator) if isinstance(generator, OF_C) else generator.get_state()
-    return str(before) != str(state)
+    if name == "state":
+        before = generator.state
+    else:
+        before = OF_C.getstate(generator) if isinstance(generator, OF_C) else generator.get_state()
+    return _plain(before) != _plain(state)
+
+
+def _plain(state: Any) -> Any:
+    """A state, in lists and dictionaries that can be compared."""
+    if isinstance(state, numpy.ndarray):
+        return state.tolist()
+    if isinstance(state, (tuple, list)):
+        return [*map(_plain, state)]
+    return {key: _plain(value) for key, value in state.items()} if isinstance(state, dict) else state

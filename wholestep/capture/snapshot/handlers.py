@@ -39,7 +39,7 @@ from wholestep.capture.outside.shared_generators import RANDOM
 from wholestep.capture.outside.stand_ins import AppendOnlyList, Cached, Stopped
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import ContainerKind, UsedGlobals
-from wholestep.capture.snapshot.names_read import global_names, imports, named, set_on_entry
+from wholestep.capture.snapshot.names_read import fields, global_names, imports, named, set_on_entry
 from wholestep.capture.snapshot.reachable import NumberInput, Reachable, TensorInput
 from wholestep.capture.snapshot.user_code import is_installed, is_library, is_system, is_user_class, is_user_module
 from wholestep.errors import LazyError, UnsupportedError
@@ -89,6 +89,8 @@ def _generator(found: Reachable, generator: torch.Generator, source: sources.Sou
 
 def _random(found: Reachable, generator: Any, source: sources.Source) -> None:
     found.outside.draws.names.setdefault(id(generator), (generator, source))
+    if isinstance(generator, numpy.random.Generator):
+        found.queue(generator.bit_generator, sources.Attr(source, "bit_generator"))
     _plain_attributes(found, generator, source)
 
 
@@ -98,6 +100,8 @@ def _iterator(found: Reachable, iterator: Any, source: sources.Source) -> None:
 
 def _builtin(found: Reachable, function: Any, source: sources.Source) -> None:
     found.names_read.names.add(function.__name__)  # by which a table knows it; code may have it under another
+    if isinstance(function.__self__, str):
+        found.names_read.names.update(fields(function.__self__))
     _held(found, function, source)
 
 
@@ -307,6 +311,10 @@ def _modules(found: Reachable, function: types.FunctionType, source: sources.Sou
         imported = [sys.modules[package + name] for package in above for name in names if package + name in sys.modules]
         holders += [(module, source) for module in imported]
         found.queued += [(module, sources.module(module.__name__)) for module in imported if is_user_module(module)]
+    asks_system = "sys" in names or any(holder is sys for holder, _ in holders)
+    if "__import__" in names or asks_system and names & {"modules", "getattr", "vars", "__dict__"}:  # by any name
+        loaded = [(name, held) for name, held in [*sys.modules.items()] if isinstance(held, types.ModuleType)]
+        found.queued += [(held, sources.module(name)) for name, held in loaded if is_user_module(held)]
     if "modules" in names:
         for name in sorted(names):
             found.outside.settings.note(f"{name!r} in sys.modules", functools.partial(sys.modules.__contains__, name))
@@ -352,6 +360,7 @@ def _asks_types(found: Reachable, function: types.FunctionType) -> None:
 
 def _module(found: Reachable, module: types.ModuleType, source: sources.Source) -> None:
     if is_user_module(module):
+        found.outside.modules.add(module)
         found.add(vars(module), sources.Vars(source), kinds.MODULE, module)
 
 

@@ -21,6 +21,7 @@ from wholestep.torch_compat import FOUND_ON_ENTRY
 # Functions that are Python's only where code reads them as globals: `model.eval()` is none.
 _BUILT_IN = frozenset({"eval", "exec", "vars", "dir"})
 _GLOBAL_ACCESS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "STORE_NAME"})
+_FORMATS = frozenset({"format", "format_map", "vformat"})
 _FIELD = re.compile(r"\.([^\W\d]\w*)")  # as in "{0.name}"
 # Code that names one of these can read any attribute.
 READS_ANY = frozenset({"getattr", "vars", "__dict__", "asdict", "astuple", "fields", "replace", "attrgetter", "eval",
@@ -63,13 +64,26 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
                                if i.opname in _GLOBAL_ACCESS))
 
 
+def _formats_any(code: types.CodeType) -> bool:
+    """Whether code may format by a string that does not stand in it."""
+    asked = itertools.pairwise(dis.get_instructions(code))
+    return any(i.argval in _FORMATS and i.opname in ("LOAD_METHOD", "LOAD_ATTR") and before.opname != "LOAD_CONST"
+               for before, i in asked)  # fmt: skip
+
+
 @functools.lru_cache(maxsize=8192)
 def named(code: types.CodeType) -> frozenset[str]:
     """Every name that code uses, and the strings in it, which may be names, or formats that name attributes."""
     strings = {c for inner in _codes(code) for c in inner.co_consts if isinstance(c, str)}
-    fields = (_FIELD.findall(text) for text in strings if "{" in text)
-    names = frozenset(itertools.chain(strings, *fields, *(inner.co_names for inner in _codes(code))))
+    names = frozenset(itertools.chain(strings, *map(fields, strings), *(inner.co_names for inner in _codes(code))))
+    if not names.isdisjoint(_FORMATS) and any(_formats_any(inner) for inner in _codes(code)):
+        names |= {"getattr"}
     return names if "builtins" in names else names - (_BUILT_IN - {*global_names(code)})
+
+
+def fields(text: str) -> list[str]:
+    """The attributes that a format string names."""
+    return _FIELD.findall(text) if "{" in text else []
 
 
 def imports(code: types.CodeType) -> bool:
