@@ -127,6 +127,7 @@ def _moves(name: str, generator: Any, state: Any) -> bool:
         return True
     if name == "state":
         before = generator.state
+        state = {key: state[key] for key in before if key in state}  # those of RandomState have more
     else:
         before = OF_C.getstate(generator) if isinstance(generator, OF_C) else generator.get_state()
     return _plain(before) != _plain(state)
