@@ -176,7 +176,7 @@ numpys_own = default_rng(3)
 def of_numpys_own(): return numpys_own.random()
 """, LIBRARY.__file__, "exec"), vars(LIBRARY))
 BITS = numpy.random.default_rng(3)
-SEEDED = BITS.bit_generator.state
+SEEDED, SEEDS = BITS.bit_generator.state, numpy.random.SeedSequence(3)
 LIBRARYS = "named numpys of_default of_partial of_class of_closure of_half of_own of_numpys_own".split()
 
 DRAWS: dict[str, Callable[[], float]] = {
@@ -187,6 +187,9 @@ DRAWS: dict[str, Callable[[], float]] = {
     "integers": lambda: random.randint(0, 9),
     "seed": lambda: random.seed(0) or 1.0,
     "state of bits": lambda: setattr(BITS.bit_generator, "state", SEEDED | {"has_uint32": 1}) or 1.0,  # type: ignore[func-returns-value]
+    "state that is there": lambda: setattr(BITS.bit_generator, "state", SEEDED) or 1.0,  # type: ignore[func-returns-value]
+    "read": lambda: random.getstate()[1][0] / 2**32,
+    "spawned": lambda: float(SEEDS.spawn(1)[0].spawn_key[0]),
     "swallowed": lambda: swallowed(),
     "numpy": lambda: numpy.random.normal(),
     "numpy's held": rand,

@@ -10,6 +10,7 @@ becomes of the trace: a replay owes them nothing, and one of which half was exec
 from __future__ import annotations
 
 import builtins
+import contextlib
 import datetime
 import decimal
 import functools
@@ -229,6 +230,9 @@ class Outside:
         if self.unseen:
             raise UnseenModules(*self.unseen)
         self.draws.put_back()
+        if not self.refused:
+            with contextlib.suppress(CaptureError):
+                self.draws.refuse_read()
         if self.refused:
             raise self.refused.pop(0)  # with it goes what its traceback holds
 

@@ -8,14 +8,17 @@ from __future__ import annotations
 import ctypes
 import gc
 import random
+import sys
 from collections.abc import Callable, Iterator
-from types import MethodDescriptorType
+from types import FrameType, MethodDescriptorType
 from typing import Any
 
 import numpy
 from sympy.core import random as of_sympy  # which draws to compare expressions, as those of symbolic sizes
 
-from wholestep.patches import original
+from wholestep.capture.snapshot.user_code import is_library
+from wholestep.errors import CaptureError
+from wholestep.patches import original, suspended
 
 try:
     from wholestep.capture.outside._methods import watch
@@ -57,17 +60,20 @@ class Method:
 
 
 METHODS = [Method(name, held) for owner in (OF_C, *RANDOM[1:]) for name, held in vars(owner).items()
-           if callable(held) and not name.startswith("_") and name not in ("getstate", "get_state")]  # fmt: skip
+           if callable(held) and not name.startswith("_")]  # fmt: skip
+METHODS.append(Method("spawn", vars(numpy.random.SeedSequence)["spawn"]))  # which counts
 BITS = [kind for kind in numpy.random.BitGenerator.__subclasses__() if "state" in vars(kind)]
 
 
 class _State:
     """The attribute by which a bit generator of NumPy's is set."""
 
-    def __init__(self, kind: type, entered: Callable[[Any, Any], None]) -> None:
-        self._found, self._entered = original(kind, "state"), entered
+    def __init__(self, kind: type, read: Callable[[Any, Any], None], entered: Callable[[Any, Any], None]) -> None:
+        self._found, self._read, self._entered = original(kind, "state"), read, entered
 
     def __get__(self, generator: Any, kind: Any = None) -> Any:
+        if generator is not None:
+            self._read(generator, None)
         return self._found.__get__(generator, kind)
 
     def __set__(self, generator: Any, state: Any) -> None:
@@ -88,15 +94,18 @@ class Draws:
     def __init__(self, refuse: Callable[[str], None]) -> None:
         self.names: dict[int, tuple[Any, Any]] = {id(generator): (generator, name) for generator, name in SHARED}
         self._refuse, self._made, self._halves = refuse, [*OF_SYMPY], list[tuple[Any, float]]()
+        self._read: dict[int, tuple[Any, str]] = {}  # where they were, "" where they are put back
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """What is called before a method; garbage collection tells which generators the step has made itself."""
+        self._read.clear()
         for generator, _ in self.names.values():  # `gauss` gives every other number from an attribute
             if getattr(generator, "gauss_next", None) is not None:
                 self._halves.append((generator, generator.gauss_next))
                 generator.gauss_next = None
         yield from ((method, "entered", self._entering(method.name)) for method in METHODS)
-        yield from ((kind, "state", _State(kind, self._entering("state"))) for kind in BITS)
+        yield from ((kind, "state", _State(kind, *map(self._entering, ("get_state", "state"))))
+                    for kind in BITS)  # fmt: skip
 
     def put_back(self) -> None:
         """Has the next numbers of generators be what they were."""
@@ -104,10 +113,29 @@ class Draws:
             generator, number = self._halves.pop()
             generator.gauss_next = number
 
+    def refuse_read(self) -> None:
+        """Refuses states that were read and not put back, of which something else was made."""
+        for generator, where in self._read.values():
+            if where:
+                try:
+                    self._refuse(self._shown(generator))
+                except CaptureError as error:
+                    error.locate(where)
+                    raise
+
+    def _shown(self, generator: Any) -> str:
+        return f"{self.names.get(id(generator), (0, 'a library'))[1]}, a {type(generator).__name__}"
+
     def _entering(self, name: str) -> Callable[[Any, Any], None]:
         def enter(generator: Any, first: Any) -> None:
-            if not self._is_made(generator) and _moves(name, generator, first):
-                self._refuse(f"{self.names.get(id(generator), (0, 'a library'))[1]}, a {type(generator).__name__}")
+            if self._is_made(generator):
+                return
+            if name in _READS:
+                self._read.setdefault(id(generator), (generator, _line()))
+            elif name in _SETS and id(generator) in self._read and _is_in(name, generator, first):  # as Dynamo does
+                self._read[id(generator)] = generator, ""
+            else:
+                self._refuse(self._shown(generator))
 
         return enter
 
@@ -121,16 +149,25 @@ class Draws:
         return True
 
 
-def _moves(name: str, generator: Any, state: Any) -> bool:
-    """Whether a method moves a generator: it does not where it puts back what is there, as Dynamo does."""
-    if name not in ("setstate", "set_state", "state"):
-        return True
-    if name == "state":
-        before = generator.state
-        state = {key: state[key] for key in before if key in state}  # those of RandomState have more
-    else:
-        before = OF_C.getstate(generator) if isinstance(generator, OF_C) else generator.get_state()
-    return _plain(before) != _plain(state)
+_READS, _SETS = ("getstate", "get_state"), ("setstate", "set_state", "state")
+
+
+def _line() -> str:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "a library"
+
+
+def _is_in(name: str, generator: Any, state: Any) -> bool:
+    """Whether a generator is in a state that it is given."""
+    with suspended():
+        if name == "state":
+            before = generator.state
+            state = {key: state[key] for key in before if key in state}  # those of RandomState have more
+        else:
+            before = OF_C.getstate(generator) if isinstance(generator, OF_C) else generator.get_state()
+    return bool(_plain(before) == _plain(state))
 
 
 def _plain(state: Any) -> Any:
