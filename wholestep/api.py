@@ -31,7 +31,6 @@ def compile(  # noqa: A001 - the ecosystem's name
     passes: Sequence[Pass] = (),
     gm_transformation: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
     module_override: Sequence[Override] = (),
-    guard_data: bool = False,
     dynamic: bool | None = None,
     fullgraph: bool = False,
     split: Literal["buckets"] | None = None,
@@ -49,10 +48,6 @@ def compile(  # noqa: A001 - the ecosystem's name
         gm_transformation: a function ``GraphModule -> GraphModule``, called once per program, last.
         module_override: instances of `Override`: other modules to trace in the place of some, and functions on the
             graph that the plans have made.
-        guard_data: what Python or a shape needs of the data (``if loss > 0``, ``x[mask]``, ``int(t)``) becomes a part
-            of the program instead of an error: where it is another at a later call, the program ends there, and one
-            captured with that value serves the call. Without it, and without ``fullgraph=True``, this is so for what is
-            true or false alone. For one process.
         dynamic: whether sizes of tensors among the arguments are symbols, so that one capture serves many. None: those
             that differ at a later call are, from then on; where that cannot be, each is a capture. True: all are, from
             the first call on. False: none is. One program serves all sizes for which it is planned alike; where each
@@ -91,8 +86,7 @@ def compile(  # noqa: A001 - the ecosystem's name
         raise ValueError("dynamic=True is for one process: with a mesh, each set of shapes is a capture")
     again = functools.partial(
         compile, mesh=mesh, plan=plan, backend=backend, passes=passes, gm_transformation=gm_transformation,
-        module_override=module_override, guard_data=guard_data, dynamic=dynamic, fullgraph=fullgraph,
-        split=split, memory_budget=memory_budget,
+        module_override=module_override, dynamic=dynamic, fullgraph=fullgraph, split=split, memory_budget=memory_budget,
     )  # fmt: skip
     if fn is None:
         return again
@@ -110,7 +104,7 @@ def compile(  # noqa: A001 - the ecosystem's name
     chain += [bucket_parts] if split else []
 
     def make(callee: Callable[..., Any]) -> Compiled:
-        options = Options(PlanExecutor(mesh, plan), chain, backend, guard_data, partition, fullgraph=fullgraph,
+        options = Options(PlanExecutor(mesh, plan), chain, backend, partition, fullgraph=fullgraph,
                           memory_budget=budget)  # fmt: skip
         return Compiled(callee, options, module_override=module_override, dynamic=dynamic)
 

@@ -45,7 +45,6 @@ def aot_function(
     bw_compiler: Backend | None = None,
     partition_fn: Partition = default_partition,
     decompositions: Table | None = None,
-    guard_data: bool = False,
     dynamic: bool | None = None,
 ) -> Callable[..., Any]:
     """A function whose forward and backward are captured as graphs, and compiled by functions of yours.
@@ -57,7 +56,6 @@ def aot_function(
         bw_compiler: the same for the backward graph; ``fw_compiler`` when None.
         partition_fn: decides which values the forward saves for the backward.
         decompositions: operator -> function in terms of other operators, applied to both.
-        guard_data: Python may decide on numbers and shapes that depend on data; as for `wholestep.compile`.
         dynamic: one capture for many sizes; as for `wholestep.compile`.
 
     Returns:
@@ -66,7 +64,7 @@ def aot_function(
     """
     if not callable(fn):
         raise TypeError(f"aot_function takes a function, a method or a module, not {type(fn).__name__}")
-    options = _options(fw_compiler, bw_compiler, partition_fn, None, decompositions, (), guard_data)
+    options = _options(fw_compiler, bw_compiler, partition_fn, None, decompositions)
     return Compiled(fn, options, dynamic=dynamic)
 
 
@@ -76,7 +74,6 @@ def aot_module(
     bw_compiler: Backend | None = None,
     partition_fn: Partition = default_partition,
     decompositions: Table | None = None,
-    guard_data: bool = False,
     dynamic: bool | None = None,
 ) -> nn.Module:
     """`aot_function` of a module; the result shares its parameters, buffers, children and attributes."""
@@ -84,7 +81,7 @@ def aot_module(
         raise TypeError(f"aot_module takes a torch.nn.Module, not {type(module).__name__}")
     settings: dict[str, Any] = {
         "fw_compiler": fw_compiler, "bw_compiler": bw_compiler, "partition_fn": partition_fn,
-        "decompositions": decompositions, "guard_data": guard_data, "dynamic": dynamic,
+        "decompositions": decompositions, "dynamic": dynamic,
     }  # fmt: skip
     make, again = functools.partial(aot_function, **settings), functools.partial(aot_module, **settings)
     return compiled_module(module, make, again)
@@ -153,8 +150,8 @@ def dynamo_backend(
         example_inputs: not read: the graph is captured when it is first called.
         backend: as in `wholestep.compile`; bind another with `functools.partial`, or name it among the options.
         mode: refused: its names stand for settings of Inductor.
-        options: ``torch.compile(…, options={…})``: ``backend``, ``passes`` and ``guard_data`` as for
-            `wholestep.compile`; ``bw_compiler``, ``partition_fn`` and ``decompositions`` as for `aot_function`;
+        options: ``torch.compile(…, options={…})``: ``backend`` and ``passes`` as for `wholestep.compile`;
+            ``bw_compiler``, ``partition_fn`` and ``decompositions`` as for `aot_function`;
             ``memory_budget`` for `min_cut_partition`.
 
     Raises:
@@ -187,10 +184,9 @@ def _options(
     memory_budget: float | None = None,
     decompositions: Table | None = None,
     passes: Sequence[Pass] = (),
-    guard_data: bool = False,
 ) -> Options:
     partition = partition_fn
     if memory_budget is not None:
         partition = functools.partial(min_cut_partition, memory_budget=memory_budget)
     chain = [*([decompose(decompositions)] if decompositions else []), *passes]
-    return Options(PlanExecutor(None, None), chain, backend, guard_data, partition, bw_compiler)
+    return Options(PlanExecutor(None, None), chain, backend, partition, bw_compiler)

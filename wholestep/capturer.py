@@ -140,7 +140,7 @@ class Capturer:
     ) -> frozenset[str]:
         """The path, if the number there can be an input."""
         try:
-            pipeline.capture(self._fn, args, kwargs, others | {path}, self._options.decisions, take=self._taking())
+            pipeline.capture(self._fn, args, kwargs, others | {path}, self._options.decides, take=self._taking())
         except Exception:
             return frozenset()
         return frozenset([path])
@@ -150,10 +150,10 @@ class Capturer:
         given, executor = args, self._options.executor
         fn, args, kwargs = materialize_fakes(self._fn, args, kwargs)
         take = self._taking() if args is given else self._taking(Overrides(self._module_override))
-        how = self._varying, self._options.decisions, executor.plain, take, executor.parts, executor.buffer_broadcast
+        how = self._varying, self._options.decides, executor.plain, take, executor.parts, executor.buffer_broadcast
         initial = InitialState(take(fn, args, kwargs))
         try:
-            if args is given and self._options.decisions != "none":
+            if args is given and self._options.decides:
                 initial.fill()
             return pipeline.capture(fn, args, kwargs, *how)[1], args is given
         finally:

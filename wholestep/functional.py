@@ -245,22 +245,19 @@ class Diverged(Exception):  # noqa: N818 - an answer, not an error
 class Decided:
     """Python went on with a value, in a way that serves no other: `Diverged` where there is one. Effectful.
 
-    It is called with what holds the value. What reads that besides runs after it, and no input is written before it.
+    It is called with the value. What reads that besides runs after it, and no input is written before it.
 
     Args:
         expected: the value.
         index: how many were decided before it.
         text, line: what was decided, in words, and the user's line.
-        read: gives the value from the first operand; None where that is the value.
     """
 
     __name__ = "decided"
     __module__ = "wholestep.functional"
 
-    def __init__(
-        self, expected: Any, index: int, text: str, line: str, read: Callable[[Any], Any] | None = None
-    ) -> None:
-        self.expected, self.index, self.text, self.line, self.read = expected, index, text, line, read
+    def __init__(self, expected: Any, index: int, text: str, line: str) -> None:
+        self.expected, self.index, self.text, self.line = expected, index, text, line
 
     def __repr__(self) -> str:
         return f"decided({self.expected!r})"
@@ -270,8 +267,7 @@ class Decided:
         """What is expected, and where Python went on with it."""
         return f"{self.text}: expected {self.expected} (decided at {self.line})"
 
-    def __call__(self, operand: Any) -> None:
-        found = operand if self.read is None else self.read(operand)
+    def __call__(self, found: Any) -> None:
         if not same_value(found, self.expected):
             raise Diverged(self, found)
 

@@ -36,7 +36,6 @@ from wholestep.runtime import Backward, Entry, Program, donated_inputs, saved_pl
 from wholestep.spmd import BufferBroadcast, PlanExecutor
 from wholestep.step_log import collecting
 from wholestep.trace import ReentrantCheckpoint, SharedMemory, Traced, trace_step
-from wholestep.trace.numbers.decisions import Decisions
 from wholestep.trace.numbers.dynamic_shapes import Templates
 from wholestep.trace.numbers.symbolic_sizes import Sizes
 from wholestep.trace.outputs.leaks import empty_caches
@@ -56,7 +55,6 @@ class Options:
 
     Attributes:
         executor: mesh and plans, whose passes come first.
-        guard_data: Python may decide on any number and shape that depends on data.
         partition: cuts a joint graph of forward and backward in two.
         backward: the backend of the second; that of the first when None.
         donates: the step's first argument is a list of tensors that a call donates: memory that nobody else holds is
@@ -68,7 +66,6 @@ class Options:
     executor: PlanExecutor
     passes: Sequence[Pass] = ()
     backend: Backend = "aten"
-    guard_data: bool = False
     partition: Partition = default_partition
     backward: Backend | None = None
     donates: bool = False
@@ -76,13 +73,9 @@ class Options:
     memory_budget: MemoryBudget | None = None
 
     @property
-    def decisions(self) -> Decisions:
-        """What the step's Python may decide on besides what is cheap to know before it."""
-        if not self.executor.plain or self.donates or self.backend == "inductor":  # another program may have to begin
-            return "none"
-        if self.guard_data:
-            return "all"
-        return "bools" if not self.fullgraph and self.backend in EXACT else "none"
+    def decides(self) -> bool:
+        """Whether the step's Python may decide on bools that the program computes: another one may have to begin."""
+        return self.executor.plain and not self.donates and not self.fullgraph and self.backend in EXACT
 
     @property
     def many_sizes(self) -> bool:
@@ -132,9 +125,9 @@ def build(
     while True:
         known.traced = False
         initial = known.initial = InitialState(take(fn, args, kwargs, varying=varying))
-        if options.decisions != "none":  # which may be taken after an update
+        if options.decides:  # which may be taken after an update
             initial.fill()
-        how = options.decisions, executor.plain, take, executor.parts, executor.buffer_broadcast
+        how = options.decides, executor.plain, take, executor.parts, executor.buffer_broadcast
         world, traced = capture_for(fn, args, kwargs, varying, *how)
         known.traced, logged = True, world.reachable.outside
         original, parts, signature = world.substitutes.original, world.substitutes.parts, traced.step.signature
@@ -262,7 +255,7 @@ def capture(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     varying: frozenset[str] = frozenset(),
-    decisions: Decisions = "none",
+    decides: bool = False,
     differentiable: bool = True,
     take: TakeSnapshot = snapshot,
     parts: PartsOf | None = None,
@@ -272,7 +265,7 @@ def capture(
     """Runs the step once on fake tensors; everything real is as before when it returns or raises.
 
     Args:
-        decisions: what Python may decide on besides what is cheap to know before the step.
+        decides: Python may decide on bools that are not known before the step.
         differentiable: whether results that require grad shall be differentiable outside of the step.
         parts: in the global view, what tensors without a mark are of whole ones.
         sync: in the local view, what broadcasts buffers.
@@ -286,7 +279,7 @@ def capture(
             world.new_ids = new_ids
             if sizes is not None:
                 sizes.begin()
-            how = decisions, backward, sizes, attempt.reentrant, sync.begin if sync else None
+            how = decides, backward, sizes, attempt.reentrant, sync.begin if sync else None
             following = attempt
             try:
                 _tracing.active = True

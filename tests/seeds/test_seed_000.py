@@ -229,7 +229,7 @@ def test_guards_of_other_kinds_and_steps() -> None:
     def fn(x: Tensor, items: list[Any], table: dict[str, Any]) -> Tensor:
         return x + items[0] * table["scale"] if x.sum() > 0 else x
 
-    compiled = ws.compile(fn, guard_data=True, fullgraph=True)
+    compiled = ws.compile(fn)
     x = torch.ones(3)
     compiled(x, [x, 2], {"scale": 0.5})
     said = "\n".join(map(str, compiled.guards))

@@ -128,10 +128,10 @@ def test_a_number_of_a_tensor_is_refused_or_what_it_is_in_eager(name: str) -> No
 
 
 @pytest.mark.parametrize("name", [*WHOLE, *sorted(PLAIN.keys() - {"json", "decimal"}), *FREE])
-def test_with_guard_data_a_number_of_a_tensor_is_a_guard(name: str) -> None:
+def test_a_number_of_a_tensor_is_as_in_eager(name: str) -> None:
     use, x = (WHOLE | PLAIN | FREE)[name], torch.randn(2, 3, 6, 6)
     for values in _values(name):
-        compiled = ws.compile(lambda x, p: use(x, p.item()), guard_data=True, fullgraph=True)
+        compiled = ws.compile(lambda x, p: use(x, p.item()))
         for value in values:
             torch.manual_seed(0)
             expected = use(x, value)
@@ -149,7 +149,7 @@ def test_a_step_that_stops_at_a_loss_that_is_not_finite_is_refused() -> None:
 
     with pytest.raises(DataDependentError, match="Python decides on a value"):
         ws.compile(step, fullgraph=True)(torch.ones(2))
-    compiled = ws.compile(step, guard_data=True, fullgraph=True)
+    compiled = ws.compile(step)
     assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
     with pytest.raises(FloatingPointError):
         compiled(torch.tensor([math.inf, 1.0]))

@@ -70,7 +70,7 @@ def step_of(fn: Callable[..., Any], layout: Callable[[Tensor], Tensor]) -> Calla
 def difference(step: Callable[..., Any], tensors: list[Tensor], layout: Callable[[Tensor], Tensor]) -> str:
     """What differs between a step compiled and eager, on tensors in a layout."""
     seen = []
-    for run in (step, ws.compile(step, guard_data=True, fullgraph=True)):
+    for run in (step, ws.compile(step)):
         given = [_like(layout, t) if t.layout is torch.strided else t for t in tensors]
         torch.manual_seed(0)
         try:

@@ -57,6 +57,8 @@ SERVED: dict[str, Step] = {
 GUARDED: dict[str, Step] = {
     "legacy integers": lambda s, x, i: torch.LongTensor([[i, 1], [2, i]]),
     "legacy floats": lambda s, x, i: torch.FloatTensor([s, x.sum()]),
+    "legacy tensors": lambda s, x, i: torch.Tensor([[s, x.sum()], [1.0, x[0, 1] * 2]]),
+    "legacy bools": lambda s, x, i: torch.BoolTensor([x.sum() > 40, s > 1]),
     "mask": lambda s, x, i: x[(s > 1, s > 0, s > 5),],
 }  # fmt: skip
 
@@ -78,12 +80,12 @@ def test_lists_have_the_values_of_each_call(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", GUARDED)
-def test_values_that_only_cpp_can_read_are_refused_or_guarded(name: str) -> None:
-    with pytest.raises(CaptureError, match="guard_data=True"):
+def test_values_that_only_cpp_can_read_are_refused_or_run_python(name: str) -> None:
+    with pytest.raises(CaptureError, match="without fullgraph=True"):
         ws.compile(GUARDED[name], fullgraph=True)(torch.tensor(1.0), torch.ones(3, 3), torch.tensor(1))
-    step = ws.compile(GUARDED[name], guard_data=True, fullgraph=True)
+    step = ws.compile(GUARDED[name])
     _calls(GUARDED[name], step)
-    assert len(step.recompiles) == 1
+    assert len(step.breaks) == 1
 
 
 @pytest.mark.parametrize("fn", [

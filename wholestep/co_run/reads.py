@@ -28,7 +28,9 @@ from wholestep.torch_compat import COMPILED_OPERATORS, dispatch_modes_off, stora
 # Methods of tensors that hand out memory or what is in it.
 TENSOR = ("__repr__", "tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "const_data_ptr", "mutable_data_ptr",
           "storage", "untyped_storage", "_typed_storage", "__reduce_ex__", "__deepcopy__", "__setstate__",
-          "__cuda_array_interface__", "share_memory_")  # fmt: skip
+          "__cuda_array_interface__", "share_memory_",
+          # which constructors such as `torch.Tensor([x, y])` call where no mode is
+          "__float__", "__int__", "__index__", "__complex__", "__bool__")  # fmt: skip
 
 ARRAYS = ("numpy", "__array__")  # of these, what gives arrays
 

@@ -201,7 +201,7 @@ class CapturedSegment:
         paths = frozenset(f"args[1][{index}]" for index in varying)
         _running.segment, _running.call = segment, replay and replay.call
         try:
-            _, traced = capture(run_segment, args, {}, paths, "none", False, _take, sync=replay)
+            _, traced = capture(run_segment, args, {}, paths, False, False, _take, sync=replay)
         finally:
             del _running.segment, _running.call
         if traced.predicates or traced.storage_sizes:

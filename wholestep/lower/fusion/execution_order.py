@@ -23,12 +23,11 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from wholestep.functional import Decided, is_collective
+from wholestep.functional import is_collective
 from wholestep.ir import StepGraph, info, is_effectful
 from wholestep.lower.fusion.blocked_matmuls import product_of, product_of_update
 from wholestep.lower.fusion.chains import chain_step, is_elementwise
 from wholestep.lower.fusion.memory_aware_order import move_forward
-from wholestep.nested import leaves
 
 LARGE = 1 << 18  # elements from which calls of a forward or backward are a chain: memory is passed over once, 1 MB each
 
@@ -60,7 +59,6 @@ class _Grouping:
 
     def __init__(self, nodes: list[fx.Node]) -> None:
         self.nodes = nodes
-        self.decisions = _decisions(nodes)
         self.group_of: dict[fx.Node, int] = {}
         self.members: list[list[fx.Node]] = []
         self.keys: list[Any] = []
@@ -82,7 +80,7 @@ class _Grouping:
         elif product_of_update(node) is not None:
             key = ("update", node)
         else:
-            self.taint[node] = self._reached([*node.all_input_nodes, *self._decided_before(node)])
+            self.taint[node] = self._reached(node.all_input_nodes)
             return
         mine = self._open(node, key)
         phase = info(node).phase
@@ -100,12 +98,6 @@ class _Grouping:
         if counts:
             self.counts = {mine: None}
 
-    def _decided_before(self, node: fx.Node) -> list[fx.Node]:
-        """The decisions on what a call reads."""
-        if not self.decisions or isinstance(node.target, Decided):
-            return []
-        return [one for operand in node.all_input_nodes for one in self.decisions.get(operand, ())]
-
     def _reached(self, operands: Iterable[fx.Node]) -> int:
         return functools.reduce(operator.or_, (self.taint.get(operand, 0) for operand in operands), 0)
 
@@ -116,7 +108,7 @@ class _Grouping:
         inside = [o for o in node.all_input_nodes if o in self.group_of]
         self.direct.append(sum(1 << g for g in {self.group_of[o] for o in inside}))
         outside = [o for o in node.all_input_nodes if o not in self.group_of]
-        self.indirect.append(self._reached([*outside, *self._decided_before(node)]))
+        self.indirect.append(self._reached(outside))
         self.group_of[node] = group
         self.taint[node] = 1 << group
         return group
@@ -183,23 +175,12 @@ class _Grouping:
         last_effect: int | None = None
         for node in self.nodes:
             mine = item_of[node]
-            awaited = [*node.all_input_nodes, *self._decided_before(node)]
-            before[mine] |= {item_of[o] for o in awaited if o in item_of} - {mine}
+            before[mine] |= {item_of[o] for o in node.all_input_nodes if o in item_of} - {mine}
             if has_order(node):
                 if last_effect is not None:
                     before[mine].add(last_effect)
                 last_effect = mine
         return [items[i] for i in _topological(before, rank)]
-
-
-def _decisions(nodes: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """By operand, the decisions on it: what reads it has, beyond them, the shape which was planned."""
-    found: dict[fx.Node, list[fx.Node]] = {}
-    for node in nodes:
-        on = leaves(node.args[0]) if isinstance(node.target, Decided) else ()
-        for operand in (one for one in on if isinstance(one, fx.Node) and one.op == "call_function"):
-            found.setdefault(operand, []).append(node)
-    return found
 
 
 def _is_chained(node: fx.Node) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from wholestep.functional import Decided, is_view, is_wait
+from wholestep.functional import is_view, is_wait
 from wholestep.ir import GETITEM, info, is_dense
 from wholestep.lower.plan.operator_facts import (
     COPIES,
@@ -110,8 +110,6 @@ def writer(node: fx.Node) -> How | None:
     if is_in_place_collective(op):
         return "collective"
     if not isinstance(op, OpOverload) or len(op._schema.returns) != 1 or is_view(op):
-        return None
-    if any(isinstance(user.target, Decided) for user in node.users):  # on its shape, which may be another
         return None
     found = out_variant(op, device_key(value))
     return "out" if found is not None and len(found[2]) == 1 else None

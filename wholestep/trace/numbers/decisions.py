@@ -15,7 +15,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
@@ -32,7 +32,7 @@ from wholestep.trace.record.inputs import Inputs, TracedInput
 
 aten = torch.ops.aten
 
-OTHERWISE = "compile without fullgraph=True, or with guard_data=True"
+OTHERWISE = "compile without fullgraph=True"
 REMEDY = (
     f"use torch.where, take the decision outside of the step, {OTHERWISE}; one that a library takes is switched off in "
     "its settings (layer drop: a rate of 0; GradScaler: an optimizer with fused=True), or the parts beside it compiled"
@@ -149,9 +149,6 @@ def _text(node: fx.Node, texts: dict[fx.Node, str]) -> str:
         return f"({args[0]}).item()" if " " in args[0] else f"{args[0]}.item()"
     return f"{name}({', '.join(args)})"
 
-# What a program may decide on: nothing, what is true or false, or any value and shape.
-Decisions = Literal["none", "bools", "all"]
-
 
 # How many bools a program decides on: the outcomes of more, as of each layer's drop, seldom come again together.
 MOST = 8
@@ -243,15 +240,14 @@ class RealValues:
         text = in_words(node, nodes, self.inputs.items)
         return Predicate(lazy_graph_module(self.builder.constants, graph), positions, found, text, line)
 
-    def expect(self, operand: Any, found: Any, line: str, read: Any = None) -> None:
-        """Ends the program where an operand has another value than was found."""
-        nodes = operand if isinstance(operand, list) else [operand]
-        order = {n: i for i, n in enumerate(nodes[0].graph.nodes)}
-        text = in_words(nodes[0], ancestors(nodes, MAX_NODES), self.inputs.items)
-        latest = max([*nodes, *self.decided[-1:]], key=order.__getitem__)
-        target = Decided(found, len(self.decided), text, line, read)
-        with nodes[0].graph.inserting_after(latest):
-            node = nodes[0].graph.call_function(target, (operand,))
+    def expect(self, operand: fx.Node, found: Any, line: str) -> None:
+        """Ends the program where a value is another than was found."""
+        order = {n: i for i, n in enumerate(operand.graph.nodes)}
+        text = in_words(operand, ancestors([operand], MAX_NODES), self.inputs.items)
+        latest = max([operand, *self.decided[-1:]], key=order.__getitem__)
+        target = Decided(found, len(self.decided), text, line)
+        with operand.graph.inserting_after(latest):
+            node = operand.graph.call_function(target, (operand,))
         self.decided.append(set_info(node, replace(info(latest), value=None)))
 
     def forget(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from wholestep.capture import Guard, Snapshot, compare, sharing
 from wholestep.errors import CaptureError, LazyError
 from wholestep.trace import Traced
-from wholestep.trace.numbers.decisions import Decisions, outcomes_of
+from wholestep.trace.numbers.decisions import outcomes_of
 from wholestep.trace.numbers.specialize import OtherLayouts, at_sizes
 from wholestep.trace.numbers.symbolic_sizes import Dims, Sizes
 
@@ -120,7 +120,7 @@ class Templates:
         self._fixed: Dims = frozenset()  # that cannot be symbols, or would serve one value alone
 
     def __call__(
-        self, fn: Callable[..., Any], args: Any, kwargs: Any, varying: frozenset[str], decisions: Decisions,
+        self, fn: Callable[..., Any], args: Any, kwargs: Any, varying: frozenset[str], decides: bool,
         differentiable: bool, look: Callable[..., Snapshot], *rest: Any,
     ) -> tuple[Snapshot, Traced]:  # fmt: skip
         reasons: list[str] = []
@@ -143,7 +143,7 @@ class Templates:
         attempts: list[Dims | None] = [None]
         if not self._all_sizes:
             attempts = self._attempts(world or look(fn, args, kwargs, varying=varying)) if self._shapes else []
-        how = fn, args, kwargs, varying, decisions, differentiable, look, *rest
+        how = fn, args, kwargs, varying, decides, differentiable, look, *rest
         world, traced = self._anew(attempts, *how)
         self.captures += 1
         self._shapes |= {f.source.path: f.tensor.shape for f in world.sizable()}

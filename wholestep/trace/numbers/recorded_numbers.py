@@ -20,7 +20,6 @@ from wholestep.trace.numbers.decisions import (
     MAX_NODES,
     MOST,
     OTHERWISE,
-    Decisions,
     Predicate,
     RealValues,
     can_be_known,
@@ -65,7 +64,7 @@ class RecordedNumbers:
     Attributes:
         predicates: node that Python decided on -> the decision, where it is a guard.
         decided: node that Python decided on -> the decision.
-        decisions: what Python may decide on besides.
+        decides: Python may decide on other bools besides.
         real: the values that decisions follow from.
         refusal: the first error of this run's, whether the step let it pass or not.
         tokens: float that stands for a host number where C++ wants a double -> the number, and the names of the
@@ -73,8 +72,8 @@ class RecordedNumbers:
         call: the outermost call of torch's Python API that runs now.
     """
 
-    def __init__(self, inputs: Inputs, decisions: Decisions) -> None:
-        self.inputs, self.builder, self.decisions = inputs, inputs.builder, decisions
+    def __init__(self, inputs: Inputs, decides: bool) -> None:
+        self.inputs, self.builder, self.decides = inputs, inputs.builder, decides
         self.watch, self.real = self.builder.watch, RealValues(inputs)
         self.predicates: dict[fx.Node, Predicate] = {}
         self.decided: dict[fx.Node, Any] = {}
@@ -128,18 +127,17 @@ class RecordedNumbers:
         kind = tensor.dtype
         value = False if kind == torch.bool else 0.5 if kind.is_floating_point else 1  # until it is known
         node = self.builder.emit(aten._local_scalar_dense.default, (self.inputs.read(tensor),), value=value)
-        from_python = self.call is not None and self.call.function is torch.Tensor.item
-        if kind == torch.bool or (self.decisions == "all" and (kind.is_complex or not from_python)):
+        if kind == torch.bool:
             return self.decide(node, user_line())
         if kind.is_complex:
             raise DataDependentError("Python needs the value of a complex tensor", user_line())
         return make_host(HostNode(self, node, value, known=False))
 
     def as_list(self, tensor: torch.Tensor) -> Any:
-        """`.tolist()`: its numbers now become a guard, if they are cheap to know."""
+        """`.tolist()` of a tensor that is fixed."""
         with no_modes():
-            node = self.builder.emit(to_list, (self.inputs.read(tensor),), value=[])
-            return self.decide(node, user_line())
+            node = self.builder.emit(_read_list, (self.inputs.read(tensor),), value=[])
+            return self.decide(node, user_line(), fixed=True)
 
     def is_fixed(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has the same values at each call."""
@@ -164,24 +162,23 @@ class RecordedNumbers:
         nodes = ancestors([node], MAX_NODES)
         known = fixed or can_be_known(nodes, self._is_data)
         if not known:
-            if not self.may_decide(isinstance(info(node).value, bool)):
+            if not (self.may_decide and isinstance(info(node).value, bool)):
                 raise unknown(line)
             refuse_repeated(node.graph.nodes, line)
         found = self.real.of(node, line)
         if known and not fixed:
             self.predicates[node] = self.real.guard(node, nodes, found, line)
         elif not known:
-            listed = node.target is to_list
-            self.real.expect(node.args[0] if listed else node, found, line, to_list if listed else None)
+            self.real.expect(node, found, line)
         return found
 
-    def may_decide(self, truth: bool) -> bool:
-        """Whether the program may depend on a value that it computes: on a bool, or on another one."""
-        return self.decisions == "all" or (truth and self.decisions == "bools" and len(self.real.decided) < MOST)
+    @property
+    def may_decide(self) -> bool:
+        """Whether the program may depend on one more bool that it computes."""
+        return self.decides and len(self.real.decided) < MOST
 
     def shape(self, node: fx.Node, line: str) -> Any:
-        """The geometry of a call's result, as it is now."""
-        refuse_repeated(node.graph.nodes, line)
+        """The geometry of a call's result, as it is at each call."""
         return geometry(self.real.of(node, line))
 
     def refused(self, error: CaptureError) -> CaptureError:
@@ -198,7 +195,7 @@ class RecordedNumbers:
         if not isinstance(number.fx_node, fx.Node):
             return number.hint
         fixed = follows_from_numbers([number.fx_node])
-        if fixed or number.known or number.is_int() or self.decisions == "all":  # of ints there are few
+        if fixed or number.known or number.is_int():  # of ints there are few
             return self.decide(number.fx_node, user_line(), fixed)
         remedy = f"use it in arithmetic and as operators' arguments only, return it from the step, or {OTHERWISE}"
         what = f"Python needs a number that is only known when the step runs: {how}"
@@ -276,8 +273,3 @@ def raises(function: Callable[..., Any]) -> Callable[..., bool]:
 
 
 _read_list = torch.Tensor.tolist  # not what a trace puts there
-
-
-def to_list(tensor: torch.Tensor) -> Any:
-    """``tensor.tolist()`` as a node's target."""
-    return _read_list(tensor)

@@ -104,7 +104,8 @@ class TorchCalls(TorchFunctionMode):
             return self._read(name, func, args)
 
     def _read(self, name: str, func: Any, args: Any) -> Any:
-        if name in READABLE and (self.numbers.may_decide(name == "__contains__") or self.numbers.is_fixed(args[0])):
+        decides = name == "__contains__" and self.numbers.may_decide
+        if name in READABLE and (decides or self.numbers.is_fixed(args[0])):
             if name == "__contains__":
                 return self.call(func, args, {})
             if name == "tolist":
@@ -213,22 +214,16 @@ class TorchCalls(TorchFunctionMode):
 
     def _one_hot(self, func: Any, args: Any, kwargs: Any) -> Any:
         """`one_hot` without the look at the classes that its kernel takes; `scatter` refuses those out of range."""
-        if isinstance(args[0], FakeTensor) or self.numbers.may_decide(False):
+        if isinstance(args[0], FakeTensor):
             return self.call(func, args, kwargs)
         return _one_hot(*args, **kwargs)
 
     def _by_value(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """A function that reads the memory of some arguments past the dispatcher: they are given as numbers."""
-
-        def number(key: Any, value: Any) -> Any:
-            if key not in BY_VALUE[func] or not isinstance(value, torch.Tensor):
-                return value
-            if self.numbers.may_decide(False):
-                return self.numbers.as_list(value)
+        """A function that reads the memory of some arguments past the dispatcher, where they are tensors."""
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        if any(isinstance(given.get(key), torch.Tensor) for key in BY_VALUE[func]):
             what = f"{func.__name__} reads the values of a tensor"
             raise DataDependentError(what, user_line(), f"give it a list of numbers, or {OTHERWISE}")
-
-        args, kwargs = [number(i, a) for i, a in enumerate(args)], {k: number(k, a) for k, a in kwargs.items()}
         if func not in CTC_LOSSES:
             return self.call(func, args, kwargs)
         return self._ctc_loss(*args, **({"reduction": "mean"} if len(args) < 6 else {}) | kwargs)

@@ -14,7 +14,7 @@ from wholestep.errors import CaptureError, DataDependentError, LeakError, Unsupp
 from wholestep.ir import Input
 from wholestep.nested import leaves
 from wholestep.torch_compat import FakeTensor, makes_subclass, no_modes, without_saved_tensor_hooks
-from wholestep.trace.numbers.decisions import OTHERWISE, Decisions
+from wholestep.trace.numbers.decisions import OTHERWISE
 from wholestep.trace.numbers.host_numbers import is_for_plain
 from wholestep.trace.numbers.symbolic_sizes import Sizes, is_made
 from wholestep.trace.outputs.collect_outputs import OutputCollector
@@ -37,7 +37,7 @@ def trace_step(
     kwargs: dict[str, Any],
     world: Snapshot,
     shared: frozenset[int] = frozenset(),
-    decisions: Decisions = "none",
+    decides: bool = False,
     differentiate: Differentiate | None = None,
     sizes: Sizes | None = None,
     reentrant: bool = True,
@@ -49,7 +49,7 @@ def trace_step(
         fn: the step.
         world: capture's snapshot, taken just before; the caller restores it afterwards.
         shared: memories that an earlier attempt found to be shared.
-        decisions: what Python may decide on besides what is cheap to know before the step.
+        decides: Python may decide on bools that are not known before the step.
         differentiate: traces the backward of what the step leaves behind.
         sizes: takes the sizes of tensors among the arguments as symbols.
         reentrant: False to run checkpoints with ``use_reentrant=True`` as those without: gradients are the same.
@@ -59,7 +59,7 @@ def trace_step(
         CaptureError: the step cannot be captured. Anything the step itself raises passes unchanged.
         SharedMemory, ReentrantCheckpoint: restore the world and try again.
     """
-    recorder = Recorder(world, Provenance(world.module_names()), shared, decisions, sizes)
+    recorder = Recorder(world, Provenance(world.module_names()), shared, decides, sizes)
     if sizes is not None:
         wanted = sizes.among(world.sizable())
         fakes = {id(found.tensor): recorder.inputs.with_symbolic_sizes(found) for found in wanted}

@@ -1,4 +1,4 @@
-"""`guard_data`: Python decides on numbers and shapes that depend on data, and every call gives what eager gives."""
+"""Numbers and shapes that follow from data: every call gives what eager gives, and whole graphs refuse them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ INPUTS = [
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("offset", [0, 2])
 def test_every_call_is_as_eager(program: Callable[[Tensor], Any], offset: int) -> None:
-    compiled = ws.compile(program, guard_data=True, fullgraph=True)
+    compiled = ws.compile(program)
     for values in INPUTS:
         one, two = (torch.tensor([9.0] * offset + values)[offset:] for _ in range(2))
         want, got = program(one), compiled(two)
@@ -87,30 +87,22 @@ def test_every_call_is_as_eager(program: Callable[[Tensor], Any], offset: int) -
         torch.testing.assert_close(two, one, rtol=0, atol=0)
 
 
-def test_the_same_data_needs_no_second_capture() -> None:
-    compiled = ws.compile(sizes, guard_data=True, fullgraph=True)
-    for values in (INPUTS[0], INPUTS[3], [2.0 * v for v in INPUTS[0]]):
-        compiled(torch.tensor(values))
-    assert compiled.recompiles == []
-
-
 def test_the_reason_names_the_decision_and_its_line() -> None:
-    compiled = ws.compile(branch, guard_data=True, fullgraph=True)
+    compiled = ws.compile(branch)
     compiled(torch.ones(3))
     compiled(-torch.ones(3))
     (reason,) = compiled.recompiles
-    assert "expected True, found False" in reason and "test_guard_data.py:" in reason and "L['x']" in reason
+    assert "expected True, found False" in reason and "test_values_from_data.py:" in reason and "L['x']" in reason
 
 
 def test_nan_is_a_value_like_any_other() -> None:
     def scaled(x: Tensor) -> Tensor:
         return x.clone().clamp(max=float(x.sum()))
 
-    compiled = ws.compile(scaled, guard_data=True, fullgraph=True)
+    compiled = ws.compile(scaled)
     x = torch.tensor([math.nan, 1.0])
     for _ in range(3):
         assert torch.equal(compiled(x).isnan(), scaled(x).isnan())
-    assert compiled.recompiles == []
 
 
 def test_a_decision_after_attention_without_dropout_is_no_random_one() -> None:
@@ -120,7 +112,7 @@ def test_a_decision_after_attention_without_dropout_is_no_random_one() -> None:
         parts = y.reshape(-1).split([int(counts), y.numel() - int(counts)])
         return parts[0].sum() - parts[1].sum()
 
-    compiled = ws.compile(routed, guard_data=True, fullgraph=True)
+    compiled = ws.compile(routed)
     for seed in (0, 1, 0):
         x = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(seed))
         assert torch.equal(compiled(x), routed(x))
@@ -138,7 +130,7 @@ def test_ctc_after_dropout_is_sized_by_its_lengths(in_tensors: bool, padded: boo
         (gradient,) = torch.autograd.grad(found.sum(), model.weight)
         return found.detach(), gradient
 
-    compiled = ws.compile(step, guard_data=in_tensors, fullgraph=True)
+    compiled = ws.compile(step)
     for lengths in ([3, 2], [3, 2], [1, 3]):
         targets = torch.randint(1, 6, (2, 4) if padded else (sum(lengths),))
         given = [[9, 7], lengths]
@@ -149,7 +141,6 @@ def test_ctc_after_dropout_is_sized_by_its_lengths(in_tensors: bool, padded: boo
         torch.set_rng_state(state)
         got = compiled(x, targets, one, two)
         assert all(map(torch.equal, got, want))
-    assert len(compiled.recompiles) == 1
 
 
 def test_a_decision_on_random_numbers_draws_as_eager_does() -> None:
@@ -161,7 +152,7 @@ def test_a_decision_on_random_numbers_draws_as_eager_does() -> None:
     with pytest.raises(DataDependentError, match="only known when the step runs"):
         ws.compile(step, fullgraph=True)(torch.ones(2))
     assert torch.equal(torch.get_rng_state(), before)
-    compiled, x = ws.compile(step, guard_data=True, fullgraph=True), torch.ones(2)
+    compiled, x = ws.compile(step), torch.ones(2)
     for _ in range(12):
         before = torch.get_rng_state()
         want, after = step(x), torch.get_rng_state()
@@ -170,7 +161,7 @@ def test_a_decision_on_random_numbers_draws_as_eager_does() -> None:
     assert compiled.captures == 2
 
 
-def test_without_it_they_are_refused() -> None:
+def test_whole_graphs_refuse_them() -> None:
     for program in (sizes, listed, found, lengths, split):
         with pytest.raises(DataDependentError):
             ws.compile(program, fullgraph=True)(torch.tensor(INPUTS[0]))
@@ -194,13 +185,13 @@ def test_decisions_after_an_update_follow_from_the_state_as_it_begins() -> None:
                 losses.append(float(f"{loss.item():.5e}"))
             return losses
 
-        run = ws.compile(step, guard_data=True, fullgraph=True) if compiles else step
+        run = ws.compile(step) if compiles else step
         seen.append([run(x), run(x), [p.tolist() for p in net.parameters()]])
     assert seen[0] == seen[1]
 
 
-def test_the_advice_is_to_guard_or_to_run_python() -> None:
+def test_the_advice_is_to_run_python() -> None:
     for fn in (lambda x: f"{x.sum().item():.2f}", torch.nonzero):
         with pytest.raises(DataDependentError) as refused:
             ws.compile(fn, fullgraph=True)(torch.ones(3))
-        assert "guard_data=True" in refused.value.remedy and "fullgraph=True" in refused.value.remedy
+        assert "without fullgraph=True" in refused.value.remedy
