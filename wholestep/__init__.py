@@ -16,9 +16,7 @@ from wholestep.spmd import (
     TensorParallel,
     full_state_dict,
     init_device_mesh,
-    load_plan,
     register_sharding,
-    save_plan,
 )
 from wholestep.step_functions import disable, graph_break, is_compiling
 from wholestep.step_log import log
@@ -28,6 +26,6 @@ __version__ = "0.1.0"
 __all__ = [
     "Compiled", "DataParallel", "DeviceMesh", "FullyShard", "Override", "Partial", "Replicate", "Shard",
     "ShardedOptimizer", "TensorParallel", "__version__", "autograd", "checkpoint", "compile", "disable",
-    "full_state_dict", "graph_break", "init_device_mesh", "is_compiling", "load", "load_plan", "log", "parallel",
-    "register_sharding", "save", "save_plan", "trace",
+    "full_state_dict", "graph_break", "init_device_mesh", "is_compiling", "load", "log", "parallel",
+    "register_sharding", "save", "trace",
 ]

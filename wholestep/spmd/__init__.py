@@ -15,6 +15,5 @@ from wholestep.spmd.placements import Partial, Replicate, Shard
 from wholestep.spmd.plans.buffer_broadcast import BufferBroadcast
 from wholestep.spmd.plans.global_view import GlobalPlan, GlobalView, ParameterPlan, Plan
 from wholestep.spmd.plans.plan import DataParallel, FullyShard, ShardedOptimizer, TensorParallel
-from wholestep.spmd.plans.plan_file import load_plan, save_plan
 from wholestep.spmd.preflight.plan_executor import PlanExecutor
 from wholestep.spmd.rules import register_sharding
