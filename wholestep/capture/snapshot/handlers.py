@@ -29,24 +29,23 @@ from typing import Any
 import numpy
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import BackwardHook
 
 from wholestep.capture import sources
-from wholestep.capture.guards.compared_values import EXACT_PLAIN, PLAIN, is_data, is_one_of_a_kind, metadata
+from wholestep.capture.guards.compared_values import EXACT_PLAIN, PLAIN, is_data, is_one_of_a_kind
 from wholestep.capture.outside.shared_generators import RANDOM
 from wholestep.capture.outside.stand_ins import AppendOnlyList, Cached, Stopped
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import ContainerKind, UsedGlobals
 from wholestep.capture.snapshot.names_read import fields, global_names, imports, named, set_on_entry
-from wholestep.capture.snapshot.reachable import NumberInput, Reachable, TensorInput
+from wholestep.capture.snapshot.reachable import NumberInput, Reachable
+from wholestep.capture.snapshot.tensors import walk_tensor
 from wholestep.capture.snapshot.user_code import is_installed, is_library, is_system, is_user_class, is_user_module
-from wholestep.errors import LazyError, UnsupportedError
-from wholestep.ir import InputKind
+from wholestep.errors import UnsupportedError
 from wholestep.patches import original
 from wholestep.tensor_parts import mark_states
-from wholestep.torch_compat import HOOK_TABLES, generator_id
+from wholestep.torch_compat import generator_id
 
 # What schedulers put into parameter groups, for themselves alone: a step that is given one later is no other step.
 SCHEDULED = frozenset({"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"})
@@ -57,22 +56,6 @@ BOOKKEEPING = frozenset({
 _BARE = frozenset({dict, list, tuple, set, frozenset, OrderedDict})
 
 Handler = Callable[[Reachable, Any, sources.Source], Any]
-
-
-def _tensor(found: Reachable, tensor: torch.Tensor, source: sources.Source) -> None:
-    if is_lazy(tensor):
-        raise LazyError(f"{source} has no shape yet", remedy="call the module once, which gives it one")
-    found.tensors[id(tensor)] = TensorInput(tensor, source, _tensor_kind(found, tensor, source))
-    try:
-        found.metadata[id(tensor)] = metadata(tensor)
-    except RuntimeError as error:  # of a view whose base was written since, as FullyShardedDataParallel writes it
-        if tensor.is_nested:
-            raise UnsupportedError(f"{source} is a nested tensor", remedy="use padded tensors and masks") from error
-        what = f"{source} is a view of memory that was written since, of which autograd will not speak"
-        raise UnsupportedError(what, remedy="copy it; of FSDP, compile the plain module with ws.FullyShard") from error
-    # hooks of a tensor that an earlier computation made belong to that computation, not to the step
-    found.add(tensor, source, kinds.TENSOR, ignored=frozenset() if tensor.is_leaf else frozenset(HOOK_TABLES))
-    found.add_attributes(tensor, source)
 
 
 def _unguarded(found: Reachable, value: Any, source: sources.Source) -> None:
@@ -129,34 +112,6 @@ def _weak(found: Reachable, reference: Any, source: sources.Source) -> None:
     inner = sources.referent(reference)
     if isinstance(inner, (torch.Tensor, torch.nn.Module)) or is_user_class(type(inner)):
         found.queue(inner, sources.Referent(source))
-
-
-def _tensor_kind(found: Reachable, tensor: torch.Tensor, source: sources.Source) -> InputKind:
-    if isinstance(source, sources.Attr) and source.key == "grad":
-        return "grad"
-    if isinstance(tensor, torch.nn.Parameter):
-        return "parameter"
-    steps: list[Any] = []
-    step: sources.Source | None = source
-    while isinstance(step, sources.Item):
-        steps.append(step.key)
-        step = step.base
-    if len(steps) == 2 and steps[1] == "_buffers":
-        return "buffer"
-    if steps[-1:] == ["param_groups"] and steps[1:2] == ["params"]:
-        return "parameter"
-    if len(steps) >= 3 and steps[-1] == "state" and isinstance(steps[-2], sources.Source):
-        return "state"
-    return "batch" if _is_batch(found, source) else "tensor"
-
-
-def _is_batch(found: Reachable, source: sources.Source) -> bool:
-    """True for what an argument is or holds: data in containers, not what an object keeps between calls."""
-    while isinstance(source, (sources.Item, sources.Vars, sources.Attr)) and source.path not in found.owners:
-        if isinstance(source, sources.Attr) and source.key.startswith("__"):  # of a function
-            return False
-        source = source.base
-    return isinstance(source, sources.Root) and source.argument is not None and source.path not in found.owners
 
 
 def _mapping(found: Reachable, value: dict[Any, Any], source: sources.Source) -> None:
@@ -388,7 +343,7 @@ UNGUARDED: tuple[type, ...] = (
 DATA = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)  # objects that hold data, as containers do
 GETTERS = operator.attrgetter, operator.methodcaller
 HANDLERS: dict[type, Handler] = {
-    torch.Tensor: _tensor,
+    torch.Tensor: walk_tensor,
     **dict.fromkeys(UNGUARDED, _unguarded),
     torch.Generator: _generator,
     **dict.fromkeys(RANDOM, _random),
