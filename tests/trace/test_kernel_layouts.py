@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -228,6 +229,42 @@ def test_complex_products_round_by_where_their_results_lie(name: str) -> None:
         return (result, *torch.autograd.grad(result.real.sum() + result.abs().sum(), x))
 
     assert all(map(torch.equal, fn(x, y), ws.compile(fn, fullgraph=True)(x, y)))
+
+
+HALVES: dict[str, Callable[[Tensor], Tensor]] = {
+    "a list by a number": lambda x: in_place(torch._foreach_mul_, [x, x.float()], 0.128),
+    "a list by integers": lambda x: in_place(torch._foreach_mul_, [x, x + 1], [257, 0.3]),
+    "one": lambda x: torch.ops.aten.mul_.Scalar(x, 0.128),
+    "by the dispatcher": lambda x: x.mul_(0.128),
+}
+
+
+@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_in_place_round_numbers_to_half_precision_first(name: str, dtype: torch.dtype) -> None:
+    x = torch.linspace(-2, 3, 33).to(dtype)
+    assert torch.equal(HALVES[name](x + 0), ws.compile(lambda x: HALVES[name](x + 0), fullgraph=True)(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_that_lists_of_operators_decay_round_as_in_eager(dtype: torch.dtype) -> None:
+    def trained(call: Callable[..., Any]) -> list[Tensor]:
+        weight = nn.Parameter(torch.linspace(-1, 1, 24).view(4, 6).to(dtype))
+        optimizer = torch.optim.AdamW([weight], lr=1e-2, weight_decay=0.3, foreach=True)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+
+        def step() -> None:
+            weight.sin().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        run = call(step)
+        for _ in range(4):
+            run()
+            schedule.step()
+        return [weight.detach()]
+
+    assert all(map(torch.equal, trained(lambda step: step), trained(partial(ws.compile, fullgraph=True))))
 
 
 def test_values_saved_for_a_backward_lie_as_in_eager() -> None:

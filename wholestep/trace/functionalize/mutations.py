@@ -23,6 +23,7 @@ from wholestep.trace.record.provenance import user_line
 
 aten = torch.ops.aten
 
+_HALVES = (torch.bfloat16, torch.float16)
 IN_ORDER = 1 << 15  # elements that a kernel goes through in one thread, so that of two in one place the later stays
 
 
@@ -58,8 +59,18 @@ class Mutations:
                 torch.autograd.graph.increment_version(written)
         elif func._schema.name.startswith("aten::_foreach_"):  # on the CPU they are a loop of in-place calls
             torch.autograd.graph.increment_version([t for t in written if t.device.type == "cpu"])
-        node = self._write(func, tables.functional_variant(func), written, args, kwargs)
+        if func in tables.ROUNDS_FIRST and any(t.dtype in _HALVES and t.device.type == "cpu" for t in written):
+            variant, factors = Variant(tables.ROUNDS_FIRST[func]), self._factors(written, args[1])
+            node = self._write(func, variant, written, (args[0], factors if in_loop else factors[0]), kwargs)
+        else:
+            node = self._write(func, tables.functional_variant(func), written, args, kwargs)
         return self._given_back(func, node, out, args, kwargs)
+
+    def _factors(self, tensors: list[torch.Tensor], numbers: Any) -> list[fx.Node]:
+        """A number, or one for each tensor, as tensors of their dtypes."""
+        each = numbers if isinstance(numbers, (list, tuple)) else [numbers] * len(tensors)
+        kinds = [{"dtype": t.dtype, "device": t.device} for t in tensors]
+        return [self.builder.emit(aten.scalar_tensor.default, (n,), k) for n, k in zip(each, kinds, strict=True)]
 
     def record_undeclared(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator that writes without saying so: its functional variant and its own results."""
