@@ -117,8 +117,8 @@ def functional_variant(op: OpOverload) -> Variant:
     return Variant(Functionalized(op))
 
 
-# Operators that multiply in place by a number, and what multiplies by tensors of it. On the CPU, C++ has the number as the
-# first operand there, whose kernels round it to half precision before they compute.
+# Operators that multiply in place by a number, and what multiplies by tensors of it. On the CPU, C++ has the number as
+# the first operand there, whose kernels round it to half precision before they compute.
 ROUNDS_FIRST = {
     aten.mul_.Scalar: aten.mul.Tensor,
     aten._foreach_mul_.Scalar: aten._foreach_mul.List,
