@@ -38,7 +38,6 @@ from wholestep.step_log import collecting
 from wholestep.trace import ReentrantCheckpoint, SharedMemory, Traced, trace_step
 from wholestep.trace.numbers.dynamic_shapes import Templates
 from wholestep.trace.numbers.symbolic_sizes import Sizes
-from wholestep.trace.outputs.leaks import empty_caches
 
 TakeSnapshot = Callable[..., Snapshot]  # called as `snapshot` is
 
@@ -285,7 +284,7 @@ def capture(
                 _tracing.active = True
                 world.substitutes.put(parts, world.differentiable)
                 step = collecting(world.substitutes.aliases.exchange(fn))
-                traced = _traced(step, args, kwargs, world, attempt.shared, *how)
+                traced = trace_step(step, args, kwargs, world, attempt.shared, *how)
                 if sync is None or not sync.again():
                     return world, traced
             except Exception as request:
@@ -329,12 +328,3 @@ class _Attempt:
         if not isinstance(request, LeakError) or request.grown <= self.varying:  # none, or none that can stay unseen
             raise request
         return replace(self, varying=self.varying | request.grown)
-
-
-def _traced(*given: Any) -> Traced:
-    """What `trace_step` gives; when it raises, no cache holds what the attempt made."""
-    try:
-        return trace_step(*given)
-    except BaseException:
-        empty_caches(frozen=True)
-        raise

@@ -57,27 +57,33 @@ class Watch:
                 remedy = "return it from the step, or keep it in an attribute, list or dict that the step can see"
                 if CACHE.__name__ in holder:
                     remedy = "call what keeps it outside of the step; in a library, compile the parts beside it"
-                    empty_caches(frozen=gc.get_freeze_count() > 0)
+                take_out(alive, frozen=gc.get_freeze_count() > 0)
                 what = f"{_named(value)} is kept {holder}, where a replay cannot put what takes its place"
                 raise LeakError(what, made_at(value), remedy)
 
 
-def empty_caches(frozen: bool) -> None:
-    """Empties the caches of functions that keep what was made while tracing, for the calls that come after.
+def take_out(made: list[Any], frozen: bool) -> None:
+    """Takes what was made while tracing out of what keeps it, for the calls that come after.
 
-    Those of libraries (`functools.lru_cache`) are in no snapshot, so that nothing else would take it out of there.
+    Caches of functions (`functools.lru_cache`) and dicts of libraries, such as stores of parameters by name, are in no
+    snapshot, so that nothing else would: caches are emptied, and dicts that are no module's lose the entries.
 
     Args:
-        frozen: whether objects are frozen, by a capture under way or by the user; to count them takes longer than this.
+        frozen: whether objects are frozen, by a capture under way or by the user; to count them takes as long as this.
     """
     if frozen:
         gc.unfreeze()
-    functions = [found for found in gc.get_referrers(CACHE) if type(found) is CACHE]  # half the time of get_objects
+    keepers: list[Any] = [found for found in gc.get_objects() if type(found) is CACHE or type(found) is dict]
     if frozen:
         gc.freeze()
-    for function in functions:
-        if any(map(_is_traced, _contents(gc.get_referents(function), 3))):
-            function.cache_clear()
+    ids = {*map(id, made)}
+    for keeper in keepers:
+        if type(keeper) is CACHE:
+            if any(map(_is_traced, _contents(gc.get_referents(keeper), 3))):
+                keeper.cache_clear()
+        elif not ids.isdisjoint(map(id, keeper.values())) and _name(keeper) is None:
+            for key in [key for key, value in keeper.items() if id(value) in ids]:
+                del keeper[key]
 
 
 def _contents(values: Iterable[Any], levels: int) -> Iterator[Any]:
