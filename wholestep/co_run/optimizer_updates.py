@@ -44,8 +44,7 @@ def _deferred(owner: Any, name: str, function: Any) -> Any:
 def _defer(update: Update, function: Any, *args: Any, **kwargs: Any) -> None:
     queue: Queue = current.queue
     tensors = list(tensors_of((args, kwargs)))
-    shared = len({storage_id(storage_of(t)) for t in tensors}) < len(tensors)  # which may count writes together
-    if shared or torch.is_grad_enabled() or not queue.defers(tensors):
+    if torch.is_grad_enabled() or not queue.defers(tensors) or _share_memory(tensors):
         return function(*args, **kwargs)
     with no_modes():
         key, node = queue.looked_up(update, args, kwargs, any_float=True)
@@ -58,6 +57,11 @@ def _defer(update: Update, function: Any, *args: Any, **kwargs: Any) -> None:
         for _ in range(count):
             torch.autograd.graph.increment_version(tensor)
     queue.defer(update, key, node, [t for t, n in zip(tensors, node.results, strict=True) if n])
+
+
+def _share_memory(tensors: list[torch.Tensor]) -> bool:
+    """Whether some may count writes together."""
+    return len({storage_id(storage_of(t)) for t in tensors}) < len(tensors)
 
 
 def _counted(tensors: list[torch.Tensor], function: Any, args: Any, kwargs: Any) -> Results:

@@ -22,7 +22,7 @@ from torch.utils import dlpack
 
 from wholestep.capture import setters, unguarded_in_sight
 from wholestep.capture.snapshot.user_code import origin
-from wholestep.patches import Replacement, original
+from wholestep.patches import Replacement, original, suspended
 from wholestep.torch_compat import COMPILED_OPERATORS, dispatch_modes_off, storage_id
 
 # Methods of tensors that hand out memory or what is in it.
@@ -147,7 +147,7 @@ def _after(owner: Any, name: str, reads: Callable[[Any], bool] | None, found: An
                 return array
         elif reads([*args[own:], *kwargs.values()]):
             queue.read((args, kwargs))
-            with dispatch_modes_off():  # under a mode, C++ takes lists of tensors for other lists
+            with suspended(), dispatch_modes_off():  # under a mode, C++ takes lists of tensors for other lists
                 return found(*args, **kwargs)
         return found(*args, **kwargs)
 

@@ -139,8 +139,11 @@ class UsedGlobals:
     library: Any = None
 
 
+_OF_IMPORTS = frozenset({"__loader__", "__spec__", "__builtins__"})  # what Python's imports keep there, not the user
+
+
 def _read_module(table: dict[str, Any]) -> Contents:
-    return {name: value for name, value in [*table.items()] if not is_put_into(table, name)}
+    return {name: v for name, v in [*table.items()] if name not in _OF_IMPORTS and not is_put_into(table, name)}
 
 
 def _read_globals(used: UsedGlobals) -> Contents:
