@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import importlib
 import itertools
 import sys
 import types
@@ -266,12 +267,12 @@ LIBRARY = types.ModuleType("some_library")
 
 
 def in_library(x: torch.Tensor) -> torch.Tensor:
-    vars(sys.modules["some_library"])["last"] = [x * 2]
+    vars(importlib.import_module("some_library"))["last"] = [x * 2]
     return x + 1
 
 
 def in_library_number(x: torch.Tensor) -> torch.Tensor:
-    vars(sys.modules["some_library"])["last"] = [(x * 2).sum().item()]
+    vars(importlib.import_module("some_library"))["last"] = [(x * 2).sum().item()]
     return x + 1
 
 
