@@ -296,3 +296,15 @@ def test_a_number_of_a_tensor_may_be_any_that_an_operator_takes(draw: Any) -> No
         for run in (step, compiled):
             with pytest.raises(RuntimeError, match=r"geometric_ expects p to be in \(0, 1\)"):
                 run(torch.tensor(5.0))
+
+
+@pytest.mark.parametrize("power", [lambda n: n**0.5, lambda n: 2**n, lambda n: n**3], ids=["root", "of two", "cube"])
+def test_powers_of_numbers_are_of_the_type_that_eager_gives(power: Callable[[Any], Any]) -> None:
+    compiled = ws.compile(lambda x, n: x * power(n), fullgraph=True)
+    x = torch.tensor([1, 2])
+    for n in (4, 2, -2, -1):
+        expected = x * power(n)
+        got = compiled(x, n)
+        assert got.dtype == expected.dtype and torch.equal(got, expected)
+    for value in (4.0, 2.0, -2.0):
+        assert torch.equal(compiled(x.float(), value), x.float() * power(value))

@@ -110,6 +110,8 @@ class RecordedNumbers:
             self.record(raises(function), args, error is not None)  # a guard
         if error is not None and known:
             raise error
+        if known and function is operator.pow and not (type(args[0]) is float and args[0] > 0):
+            self.record(gives(type(hint)), args, True)  # a guard: 2 ** -1 is no integer, and (-2) ** 0.5 is complex
         hint = 1.0 if isinstance(hint, complex) and not known else hint  # a root of what stands for the number
         key = (function, *((type(n), str(n) if is_size(n) else n) for n in nodes))
         if key not in self._recorded:  # pure functions of numbers: the same call is the same number
@@ -270,6 +272,17 @@ def raises(function: Callable[..., Any]) -> Callable[..., bool]:
 
     failing.__name__ = f"{function.__name__}_raises"
     return failing
+
+
+@functools.cache
+def gives(kind: type) -> Callable[..., bool]:
+    """Whether a power of numbers is of a type."""
+
+    def power_is(*args: Any) -> bool:
+        return type(operator.pow(*args)) is kind
+
+    power_is.__name__ = f"power_is_{kind.__name__}"
+    return power_is
 
 
 _read_list = torch.Tensor.tolist  # not what a trace puts there
