@@ -308,3 +308,10 @@ def test_powers_of_numbers_are_of_the_type_that_eager_gives(power: Callable[[Any
         assert got.dtype == expected.dtype and torch.equal(got, expected)
     for value in (4.0, 2.0, -2.0):
         assert torch.equal(compiled(x.float(), value), x.float() * power(value))
+
+
+def test_powers_that_are_none_are_refused_as_in_eager() -> None:
+    compiled, x = ws.compile(lambda x, n: x * n**-1, fullgraph=True), torch.ones(2)
+    assert torch.equal(compiled(x, 4.0), x / 4)
+    with pytest.raises(ZeroDivisionError):
+        compiled(x, 0.0)

@@ -111,7 +111,7 @@ class RecordedNumbers:
         if error is not None and known:
             raise error
         if known and function is operator.pow and not (type(args[0]) is float and args[0] > 0):
-            self.record(gives(type(hint)), args, True)  # a guard: 2 ** -1 is no integer, and (-2) ** 0.5 is complex
+            self.record(power_is(type(hint).__name__), args, True)  # a guard: 2 ** -1 is no integer, and (-2) ** 0.5 is complex
         hint = 1.0 if isinstance(hint, complex) and not known else hint  # a root of what stands for the number
         key = (function, *((type(n), str(n) if is_size(n) else n) for n in nodes))
         if key not in self._recorded:  # pure functions of numbers: the same call is the same number
@@ -275,14 +275,17 @@ def raises(function: Callable[..., Any]) -> Callable[..., bool]:
 
 
 @functools.cache
-def gives(kind: type) -> Callable[..., bool]:
-    """Whether a power of numbers is of a type."""
+def power_is(kind: str) -> Callable[..., bool]:
+    """Whether a power of numbers is there, and of a type."""
 
-    def power_is(*args: Any) -> bool:
-        return type(operator.pow(*args)) is kind
+    def given(*args: Any) -> bool:
+        try:
+            return type(operator.pow(*args)).__name__ == kind
+        except ArithmeticError:
+            return False
 
-    power_is.__name__ = f"power_is_{kind.__name__}"
-    return power_is
+    given.__name__ = f"power_is_{kind}"
+    return given
 
 
 _read_list = torch.Tensor.tolist  # not what a trace puts there
