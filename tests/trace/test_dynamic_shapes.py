@@ -246,3 +246,18 @@ def test_a_module_that_meets_ever_new_sizes_is_told_of_it() -> None:
     for size in range(2, 40):
         dynamic(torch.ones(size, 8))
     assert dynamic.recompiles == [] and "shape[1] is 8" in dynamic.specialized[0]  # type: ignore[comparison-overlap]
+
+
+def test_distributions_check_what_they_are_given_at_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # off once Dynamo was imported
+
+    def fn(x: Tensor) -> Tensor:
+        return torch.distributions.Normal(x, x.exp()).log_prob(x + 1).sum(1)
+
+    compiled = ws.compile(fn, dynamic=True, fullgraph=True)
+    for size in (4, 6):
+        x = torch.randn(size, 3)
+        assert torch.equal(compiled(x), fn(x))
+    assert compiled.captures == 1 and not compiled.specialized
+    with pytest.raises(ValueError, match="within its constraint"):
+        compiled(torch.full((5, 3), torch.nan))

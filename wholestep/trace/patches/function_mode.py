@@ -166,6 +166,8 @@ class TorchCalls(TorchFunctionMode):
 
     def _all_true(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Whether all is true, where `torch.distributions` checks what it is given: when the step runs."""
+        if func is IS_ALL_TRUE and args[0].dtype is torch.bool:
+            func = torch.Tensor.all  # the same, with a rule for sizes that are symbols
         out, frame = self.call(func, args, kwargs), sys._getframe(3)
         checks = frame.f_globals.get("__name__", "").startswith("torch.distributions.") and len(args) == 1
         if not checks or kwargs or is_caught(ValueError):
