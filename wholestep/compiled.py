@@ -28,6 +28,7 @@ from wholestep.runtime import Entries, Entry, Program
 from wholestep.step_log import Logged, collecting
 from wholestep.torch_compat import modes_active, needs_memory, skipped_by_dynamo, transforms_active
 from wholestep.trace.numbers.dynamic_shapes import shapes
+from wholestep.trace.outputs.leaks import take_back
 
 
 @skipped_by_dynamo
@@ -162,6 +163,7 @@ class Compiled:
                 entry = self._capture(args, kwargs, outcome)
             except Exception as error:
                 if not self._is_served(error):
+                    take_back()
                     raise
                 failed.append(error)
             if failed:
@@ -208,6 +210,7 @@ class Compiled:
         for tensor in self._capturer.deferred(args, kwargs):
             fill(tensor)
         _let_go(error)
+        take_back()
         co_run = CoRun(self._fn, collecting(self._fn), self._options)
         if any(map(needs_memory, (error, error.__cause__))):
             co_run.eager = "C++ reads memory of tensors in it past the dispatcher"

@@ -18,7 +18,7 @@ from wholestep.trace.numbers.decisions import OTHERWISE
 from wholestep.trace.numbers.host_numbers import is_for_plain
 from wholestep.trace.numbers.symbolic_sizes import Sizes, is_made
 from wholestep.trace.outputs.collect_outputs import OutputCollector
-from wholestep.trace.outputs.leaks import made_at, take_out
+from wholestep.trace.outputs.leaks import empty_caches, failed, made_at
 from wholestep.trace.outputs.replaced_gradients import ReplacedGradients
 from wholestep.trace.patches.function_mode import TorchCalls
 from wholestep.trace.patches.python_patches import patched_python
@@ -69,7 +69,8 @@ def trace_step(
     try:
         return _recorded(recorder, fn, args, kwargs, differentiate, reentrant)
     except BaseException:
-        take_out(recorder.builder.watch.alive(), frozen=True)
+        empty_caches(frozen=True)
+        failed.watch = recorder.builder.watch
         raise
     finally:
         recorder.forget()
