@@ -110,7 +110,7 @@ class RecordedNumbers:
             self.record(raises(function), args, error is not None)  # a guard
         if error is not None and known:
             raise error
-        if known and function is operator.pow and not (type(args[0]) is float and args[0] > 0):
+        if known and function is operator.pow and self.builder.sizes is None and type(args[0]) is not float:
             self.record(power_is(type(hint).__name__), args, True)  # a guard: 2 ** -1 is no integer
         hint = 1.0 if isinstance(hint, complex) and not known else hint  # a root of what stands for the number
         key = (function, *((type(n), str(n) if is_size(n) else n) for n in nodes))
