@@ -1,7 +1,7 @@
 """Fake evaluation of calls, memoised: the layers of a model make the same calls again, and so do captures.
 
 What is known is kept by all that operators see of their arguments, and by the settings they choose kernels by.
-May import: fake_layouts, functional, ir, nested, torch_compat.
+May import: fake_layouts, functional, ir, nested, patches, torch_compat.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from wholestep.fake_layouts import is_opaque, run_kernel
 from wholestep.functional import OFFSETS, Functionalized, operator_of
 from wholestep.ir import info
 from wholestep.nested import leaves, map_leaves
+from wholestep.patches import suspended
 from wholestep.torch_compat import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
     below_autograd,
     empty_fake,
+    equal_expressions,
+    expression_of,
     fake_view,
     kernel_settings,
     no_modes,
@@ -52,6 +55,8 @@ def evaluate(mode: FakeTensorMode | None, target: Any, args: Any, kwargs: Any) -
     key = target, key_of(args, values), key_of(kwargs, values), torch.get_default_dtype()
     mode = mode or values[0].fake_mode  # type: ignore[attr-defined]
     known = mode.__dict__.setdefault(_VALUES, {})
+    if mode.shape_env is not None:
+        key = _by_expressions(key)
     found = _get(known, key)
     if found is None:
         found = results(mode, target, *fx.map_arg((args, kwargs), lambda node: info(node).value))
@@ -60,35 +65,63 @@ def evaluate(mode: FakeTensorMode | None, target: Any, args: Any, kwargs: Any) -
     return found
 
 
+def alone(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake of a plain tensor's geometry, in no other's memory, for the graph to keep; nodes may share it."""
+    if mode.shape_env is None:
+        return empty_fake(mode, tensor)
+    known, key = mode.__dict__.setdefault(_VALUES, {}), _by_expressions(key_of(tensor, [], False))
+    if key not in known:
+        known[key] = empty_fake(mode, tensor)
+    return known[key]  # type: ignore[no-any-return]
+
+
 def results(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     """What a call gives on fake tensors: tensors in memory of their own, views of its arguments, or these."""
     if not _depends_on_layouts(func):
         return run(mode, func, args, kwargs)
     operands: list[torch.Tensor] = []
-    key = func, key_of(args, operands), key_of(kwargs, operands), torch.get_default_dtype(), kernel_settings()
+    offsets = torch.Tag.pointwise not in operator_of(func).tags
+
+    def key_now() -> Any:
+        operands.clear()
+        key = func, key_of(args, operands, offsets), key_of(kwargs, operands, offsets), torch.get_default_dtype()
+        return *key, kernel_settings()
+
+    key, known = key_now(), _known
     if not all(_is_plain_fake(one, mode) for one in operands):
         return run(mode, func, args, kwargs)
-    kept = _get(_known, key)
+    kept = _get(known, key)
+    if kept is None and mode.shape_env is not None:  # what was decided on symbols is known to the mode's environment
+        key, known = _by_expressions(key), mode.__dict__.setdefault(_VALUES, {})
+        kept = _get(known, key)
     if kept is not None:
-        return map_leaves(lambda leaf: _anew(leaf, mode, operands), kept)
+        # arithmetic of symbols asks for types and logs, and none of it is the step's
+        with suspended() if mode.shape_env is not None else contextlib.nullcontext():
+            return map_leaves(lambda leaf: _anew(leaf, mode, operands), kept)
     if _is_small(func, args, kwargs, operands):
         kept = _by_kernel(func, args, kwargs)
-        if _keep(key, kept):
+        if _keep(_known, key, kept):
             return map_leaves(lambda leaf: _anew(leaf, mode, operands), kept)
+    given = [*operands]
     found = run(mode, func, args, kwargs)
-    if mode.shape_env is None and key[1:3] == (key_of(args, []), key_of(kwargs, [])):
-        _keep(key, _kept(found, operands))
+    if key == (key_now() if known is _known else _by_expressions(key_now())):
+        _keep(known, key, _kept(found, given, mode if known is not _known else _mode_of_kept()))
     return found
 
 
-def _keep(key: Any, kept: Any) -> bool:
+def _by_expressions(key: Any) -> Any:
+    """A key in which symbolic sizes, which have no hash, are what they are in terms of symbols."""
+    return tuple([_by_expressions(one) for one in key]) if isinstance(key, tuple) else expression_of(key)
+
+
+def _keep(known: dict[Any, Any], key: Any, kept: Any) -> bool:
     """Remembers what a call's results are made of anew, where that is known."""
     is_known = all(leaf is not _UNKNOWN for leaf in leaves(kept))
     if is_known:
-        if len(_known) >= _MOST:
-            _known.clear()
+        if len(known) >= _MOST:
+            known.clear()
         with contextlib.suppress(TypeError):  # an argument without a hash
-            _known[key] = kept
+            known[key] = kept
     return is_known
 
 
@@ -114,7 +147,7 @@ def _by_kernel(func: Any, args: Any, kwargs: Any) -> Any:
         operands, found = ran
         if any(not isinstance(one, torch.Tensor) for one in leaves(found)) and operator_of(func)._schema.returns:
             return _UNKNOWN  # a number that depends on what tensors hold, or a tensor that this call does not need
-        return _kept(found, operands)
+        return _kept(found, operands, _mode_of_kept())
 
 
 def run(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> Any:
@@ -123,8 +156,8 @@ def run(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> Any:
         return target(*args, **kwargs)
 
 
-def key_of(argument: Any, values: list[torch.Tensor]) -> Any:
-    """All of an argument that rules and operators on fake tensors see; collects tensors."""
+def key_of(argument: Any, values: list[torch.Tensor], offsets: bool = True) -> Any:
+    """All of an argument that rules and operators on fake tensors see, offsets where asked; collects tensors."""
     kind = type(argument)
     if kind is fx.Node:
         argument = info(argument).value
@@ -133,11 +166,12 @@ def key_of(argument: Any, values: list[torch.Tensor]) -> Any:
         values.append(argument)
         if not is_plain(argument):
             return [argument]  # has no hash
-        return argument.shape, argument.stride(), argument.storage_offset(), argument.dtype, argument.device
+        offset = argument.storage_offset() if offsets else 0
+        return argument.shape, argument.stride(), offset, argument.dtype, argument.device
     if issubclass(kind, (list, tuple)):
-        return tuple([key_of(one, values) for one in argument])
+        return tuple([key_of(one, values, offsets) for one in argument])
     if issubclass(kind, dict):
-        return tuple([(name, key_of(one, values)) for name, one in argument.items()])
+        return tuple([(name, key_of(one, values, offsets)) for name, one in argument.items()])
     return kind, argument
 
 
@@ -184,8 +218,8 @@ def _mode_of_kept() -> FakeTensorMode:
     return FakeTensorMode()
 
 
-def _kept(found: Any, operands: list[torch.Tensor]) -> Any:
-    """What a call's results are made of anew."""
+def _kept(found: Any, operands: list[torch.Tensor], mode: FakeTensorMode) -> Any:
+    """What a call's results are made of anew: tensors of a mode that has their symbols, if any."""
     places = [*enumerate(operands)][::-1]  # the first one counts
     by_id = {id(one): place for place, one in places}
     by_memory = {storage_id(one.untyped_storage()): place for place, one in places}
@@ -197,11 +231,11 @@ def _kept(found: Any, operands: list[torch.Tensor]) -> Any:
             return _UNKNOWN
         if id(leaf) in by_id:
             return _InOperand(by_id[id(leaf)], None)
-        memory, made = leaf.untyped_storage(), empty_fake(_mode_of_kept(), leaf)
+        memory, made = leaf.untyped_storage(), empty_fake(mode, leaf)
         place = by_memory.get(storage_id(memory))
         if place is not None:
             return _InOperand(place, fake_view(made, leaf))
-        return made if memory.nbytes() == made.untyped_storage().nbytes() else _UNKNOWN
+        return made if equal_expressions(memory.nbytes(), made.untyped_storage().nbytes()) else _UNKNOWN
 
     return map_leaves(kept, found)
 

@@ -329,7 +329,13 @@ def size_symbol(env: ShapeEnvironment, name: str, value: int) -> tuple[Any, Any]
 
 def expression_of(number: Any) -> Any:
     """What a symbolic number is, in terms of symbols; anything else as it is."""
-    return number.node._expr if isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)) else number
+    is_symbolic = isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return getattr(number.node, "_expr", number) if is_symbolic else number  # none for what is known at runs alone
+
+
+def equal_expressions(first: Any, second: Any) -> bool:
+    """Whether two numbers are one expression in symbols, which decides nothing on them."""
+    return bool(sympy.expand(expression_of(first) - expression_of(second)) == 0)
 
 
 def simplified(number: Any) -> Any:

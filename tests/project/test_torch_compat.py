@@ -72,6 +72,7 @@ from wholestep.torch_compat import (
     einsum_flags,
     empty_fake,
     engine_compiler,
+    equal_expressions,
     evaluated,
     expression_of,
     fake_of,
@@ -404,6 +405,8 @@ def test_sizes_become_symbols_and_numbers_again():
         y = x.view(-1)
     assert evaluated(y.shape[0], {rows: 3, columns: 5}) == 15 and evaluated(number > 4, {rows: 3}) is False
     assert expression_of(y.shape[0]) == rows * columns and expression_of(7) == 7
+    size = y.shape[0]
+    assert equal_expressions(size * (size - 1) + size, size**2) and not equal_expressions(size, 8)
     assert simplified(y.shape[0]) == rows * columns and simplified(7) == 7
     assert eval(python_text(simplified(y.shape[0] // 2)), {str(rows): 6, str(columns): 5}) == 15
     assert evaluated(7, {}) == 7 and env.conditions() == [] and env.only(columns) is None

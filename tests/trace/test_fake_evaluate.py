@@ -14,6 +14,7 @@ from wholestep import fake_evaluate
 from wholestep.fake_evaluate import results, run
 from wholestep.fake_layouts import strict_fake_mode
 from wholestep.passes.user_functions import decompose
+from wholestep.torch_compat import ShapeEnvironment, evaluated, size_symbol
 
 aten = torch.ops.aten
 
@@ -79,6 +80,37 @@ def test_a_known_call_gives_what_it_gave_at_first(
     first, second = strict_fake_mode(), strict_fake_mode()
     assert [called(results, mode) for mode in (first, second, second)] == [expected] * 3
     assert len(known) == int(func is not aten.resize_.default and isinstance(expected, list))
+
+
+@pytest.mark.parametrize("func", CALLS, ids=str)
+def test_calls_on_equal_symbols_are_evaluated_once(func: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = ShapeEnvironment(str)
+    mode = strict_fake_mode(env)
+    symbol, size = size_symbol(env, "size", 4)
+
+    def shown(one: Any) -> str:
+        sizes = one if isinstance(one, (tuple, list)) else [one]
+        return str([evaluated(size, {symbol: 4}) for size in sizes])
+
+    def called(evaluate: Callable[..., Any], offset: int) -> Any:
+        def made() -> torch.Tensor:
+            with mode:
+                return torch.empty((size + 1) * 6)[offset:].as_strided([size, 6], [6, 1])
+
+        args = CALLS[func](made)
+        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        try:
+            return [list(map(shown, seen)) for seen in looks(evaluate(mode, func, args, {}), given)]
+        except Exception as error:
+            return type(error)
+
+    runs: list[Any] = []
+    monkeypatch.setattr(fake_evaluate, "run", lambda *call: (runs.append(call), run(*call))[1])
+    monkeypatch.setattr(fake_evaluate, "_SMALL", 0)
+    for offset in (0, 6):
+        expected = called(run, offset)
+        assert [called(results, offset) for _ in range(3)] == [expected] * 3
+    assert len(runs) <= 2 or func is aten.resize_.default or not isinstance(expected, list)
 
 
 def test_kernels_that_would_read_beyond_their_operands_are_not_asked() -> None:

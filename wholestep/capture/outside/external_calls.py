@@ -70,7 +70,7 @@ IN_MEMORY = (io.StringIO, io.BytesIO)
 # Code whose acts are none of the step's: warnings, which are said once, and imports.
 _LET_PASS = (warnings.__file__, "<frozen")
 # Code between what a user calls and what asks.
-_BETWEEN = (patches.__file__, random.__file__, os.__file__, "<frozen os>", "<frozen _collections_abc>")
+_BETWEEN = {__file__, patches.__file__, random.__file__, os.__file__, "<frozen os>", "<frozen _collections_abc>"}
 
 
 def _acts(owner: Any, file: str) -> bool:
@@ -172,9 +172,11 @@ def _levels(logger: Any) -> list[int]:
 def _caller(between: str = "") -> str:
     """The file of the code that calls what is patched, by way of another file or not."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename in (__file__, between, *_BETWEEN):
+    file = frame.f_code.co_filename
+    while frame.f_back is not None and (file in _BETWEEN or file == between):
         frame = frame.f_back
-    return frame.f_code.co_filename
+        file = frame.f_code.co_filename
+    return file
 
 
 class UnseenModules(Exception):  # noqa: N818 - a request, not an error

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.fake_evaluate import evaluate, is_plain
+from wholestep.fake_evaluate import alone, evaluate, is_plain
 from wholestep.fake_layouts import strict_fake_mode
 from wholestep.ir import Gradient, Input, InputKind, NodeInfo, set_info
 from wholestep.nested import map_leaves
-from wholestep.torch_compat import below_autograd, empty_fake, no_modes, sequence_number
+from wholestep.torch_compat import below_autograd, no_modes, sequence_number
 from wholestep.trace.functionalize.aliases import Ref, new_root
 from wholestep.trace.numbers.symbolic_sizes import Sizes, held
 from wholestep.trace.outputs.leaks import Watch
@@ -122,7 +122,7 @@ class GraphBuilder:
         if not is_plain(value):
             with self.fake_mode, torch.no_grad(), below_autograd():
                 return value.detach()
-        return empty_fake(self.fake_mode, value)
+        return alone(self.fake_mode, value)
 
 
 def fake_value(leaf: Any) -> Any:
