@@ -111,6 +111,10 @@ def long_timeouts():
     with pytest.raises(comm.DistTimeoutError):
         comm.irecv(x, other).wait(0)
     comm.barrier()
+    if comm.get_rank() == 0:
+        with pytest.raises(comm.DistTimeoutError, match="Rank 1 failed to pass monitoredBarrier in 0 s"):
+            comm.monitored_barrier(timeout=timedelta(0))
+    comm.barrier()
 
 
 @pytest.mark.parametrize("transport", ["shm", "gloo", "thread"])

@@ -103,6 +103,10 @@ def with_torch(backend, folder):
     dist.barrier(group=pair)
     ddp = DistributedDataParallel(model(), bucket_cap_mb=0.001)
     train(ddp, rank)
+    with ddp.join(divide_by_initial_world_size=False):
+        for _ in range(1 + rank):
+            ddp(torch.full((8, 10), rank + 1.0)).sum().backward()
+    results += [p.grad.clone() for p in ddp.parameters()]
     sharded = model()
     fully_shard(sharded, mesh=init_device_mesh("cpu", (n,)))
     train(sharded, rank)

@@ -14,7 +14,7 @@ def test_all_cases_are_torchs_bit_for_bit(tmp_path):
 
 
 def test_wrappers_join_the_process_group_of_torch(tmp_path):
-    assert run_ranks(programs.in_the_world_of_torch, 2, args=(str(tmp_path / "store"),)) == [[True, True]] * 2
+    assert run_ranks(programs.in_the_world_of_torch, 2, args=(str(tmp_path / "store"),)) == [[True] * 5] * 2
 
 
 @pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("thread", 2), ("gloo", 2)])
@@ -36,6 +36,9 @@ def test_mistakes_are_errors_with_names_on_all_ranks(transport):
         assert "did not receive grad for rank" in each["unused"] and "layers.1.weight, layers.1.bias" in each["unused"]
         for times in ("used twice", "later twice"):
             assert "mark a variable ready only once. Parameter second." in each[times]
+        assert "training graph has changed in this iteration: parameter second." in each["not static"]
+        assert "optimizers that step in the backward" in each["optimizer"]
+        assert "call optimizer.step() after the backward" in each["optimizer"]
         assert "found sparse ones of weight: make these layers with sparse=False" in each["sparse"]
         assert "sparse=True, found those of rows: use such a layer" in each["made sparse"]
         assert "a part of its own of weight, bias: fully_shard reduces the gradients itself" in each["parts"]

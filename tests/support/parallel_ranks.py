@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -23,6 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
     quantization_hooks,
 )
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
 from tests.support.parallel_models import (
@@ -39,6 +41,7 @@ from tests.support.parallel_models import (
     rows,
 )
 from wholestep import comm, parallel
+from wholestep.comm import torch_backend
 from wholestep.parallel import DistributedDataParallel, GradBucket, PowerSGDState, bucket_reduction
 
 SMALL = 0.0005  # MiB: buckets of a layer each
@@ -98,7 +101,17 @@ def in_the_world_of_torch(store: str) -> list[bool]:
             rows = slice(None) if wrap is DistributedDataParallel else slice(dist.get_rank(), dist.get_rank() + 1)
             found.append(torch.equal(ours.weight.grad, stock.weight.grad[rows]))
             comm.destroy_process_group()
-    return found
+        whole = DistributedDataParallel(copy.deepcopy(model), process_group=dist.group.WORLD)
+        for one in (copy.deepcopy(whole), pickle.loads(pickle.dumps(whole))):
+            one(x).square().mean().backward()
+            found.append(torch.equal(one.module.weight.grad, stock.weight.grad))
+        comm.destroy_process_group()
+    assert torch_backend.dist is dist  # whose import registers the backend
+    dist.init_process_group("shm", store=dist.FileStore(f"{store}.shm", 2), rank=int(x[0, 0]) - 1, world_size=2)
+    whole = DistributedDataParallel(copy.deepcopy(model), process_group=dist.new_group())
+    whole(x).square().mean().backward()
+    dist.destroy_process_group()
+    return [*found, torch.equal(whole.module.weight.grad, stock.weight.grad)]
 
 
 def trained(wrap: Callable[[nn.Module], Any], make: Callable[[], nn.Module], iterations: int = 4) -> list[torch.Tensor]:
@@ -113,7 +126,7 @@ def trained(wrap: Callable[[nn.Module], Any], make: Callable[[], nn.Module], ite
         choice = (iteration + 2 * rank,) if isinstance(wrapped.module, Branches) else ()
         if iteration % 2:
             with wrapped.no_sync():
-                loss_of(wrapped(batch.flip(0), *choice)).backward()
+                loss_of(wrapped(batch.flip(0), *(one + 1 for one in choice))).backward()
         outputs = wrapped(batch, *choice)
         losses = [loss_of(one) for one in (outputs if isinstance(outputs, list) else [outputs])]
         for loss in losses:
@@ -180,8 +193,13 @@ def mistakes() -> dict[str, str]:
         for _ in range(2):
             loss_of(wrapped(torch.ones(2, 8), 1)).backward()
 
-    def used_twice(*times: int) -> None:
-        wrapped = DistributedDataParallel(Checkpointed(True))
+    def stepping() -> None:
+        model = nn.Linear(8, 2)
+        apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+        DistributedDataParallel(model)(torch.ones(2, 8)).sum().backward()
+
+    def used_twice(*times: int, **settings: Any) -> None:
+        wrapped = DistributedDataParallel(Checkpointed(True), **settings)
         for wrapped.module.times in times:
             loss_of(wrapped(torch.ones(2, 8))).backward()
 
@@ -201,6 +219,8 @@ def mistakes() -> dict[str, str]:
     note("device_ids", lambda: DistributedDataParallel(nn.Linear(2, 3), device_ids=[0]))
     note("unused", unused)
     note("used twice", lambda: used_twice(2))
+    note("not static", lambda: used_twice(1, 1, 2, static_graph=True))
+    note("optimizer", stepping)
     note("later twice", lambda: used_twice(1, 1, 2))
     note("no hook", lambda: DistributedDataParallel(nn.Linear(8, 2)).register_comm_hook(None, 3))
     return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -83,7 +84,7 @@ class TorchWork(_TorchWork):
         if self._future is None:
             ended: torch.futures.Future = torch.futures.Future()
             self._future = ended.then(_settled)
-            if isinstance(self._work, TracedWork):
+            if isinstance(self._work, TracedWork) or (self._work.is_completed() and self._work.is_success()):
                 self._work.wait()
                 ended.set_result(self._tensors)
             else:
@@ -162,7 +163,7 @@ def _method(name: str, row: Collective) -> Callable[..., TorchWork]:
         given = [*(named[key] for key in ("tensors", "tensor") if key in named), *args]
         outputs, inputs, *rest = given[:1] * in_place + given
         named = dict(zip(settings, rest, strict=False)) | named
-        opts, call = named.get("opts"), {"group": self._group, "async_op": True}
+        opts, call = named.get("opts"), {"group": self.shm_group, "async_op": True}
         if row.reduces:
             call["op"] = _reduction(named.get("op", getattr(opts, "reduceOp", None if row.root else opts)))
         if row.root:
@@ -186,7 +187,7 @@ def _coalesced(name: str, row: Collective) -> Callable[..., TorchWork]:
     def method(self: Any, outputs: Any, inputs: Any, opts: Any = None) -> TorchWork:
         if len(outputs) != len(inputs):
             raise ValueError(f"ProcessGroupShm: {len(outputs)} outputs were given for {len(inputs)} inputs")
-        call = {"group": self._group, "async_op": True} | ({"op": _reduction(opts)} if row.reduces else {})
+        call = {"group": self.shm_group, "async_op": True} | ({"op": _reduction(opts)} if row.reduces else {})
         works = [collective(out, one, **call) for out, one in zip(outputs, inputs, strict=True)]
         result = list(outputs)
         if row.out_kind is ArgumentKind.ROWS:
@@ -210,25 +211,26 @@ class ShmProcessGroup(_TorchGroup):
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
-        self._group = create_shared(TorchStore(store, timeout), rank, size, timeout)
+        self.shm_group = create_shared(TorchStore(store, timeout), rank, size, timeout)
         self._completer = FutureCompleter()
+        self._numbers: deque[TorchWork] = deque(maxlen=32)
         self._store = store
-        self._group.name_parts("", _global_ranks(store, rank, size))
+        self.shm_group.name_parts("", _global_ranks(store, rank, size))
         self._set_group_name(world().unique("shm"))  # torch gives another to all but groups that are made by hand
 
     def getBackendName(self) -> str:
         return "shm"
 
     def _set_group_name(self, name: str) -> None:
-        _forget(world(), self.group_name, self._group)
-        self._group.name_parts(name, self._group.labels)
-        world().guests[name] = self._group
-        weakref.finalize(self, _forget, world(), name, self._group)
+        _forget(world(), self.group_name, self.shm_group)
+        self.shm_group.name_parts(name, self.shm_group.labels)
+        world().guests[name] = self.shm_group
+        weakref.finalize(self, _forget, world(), name, self.shm_group)
 
     @property
     def group_name(self) -> str:
         """torch keeps the name in a C++ backend, which this group has none of."""
-        return self._group.group_name
+        return self.shm_group.group_name
 
     def _get_backend(self, device: Any) -> ShmProcessGroup:
         """The group is its own backend."""
@@ -240,13 +242,13 @@ class ShmProcessGroup(_TorchGroup):
         return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._group.set_timeout(timeout)
+        self.shm_group.set_timeout(timeout)
 
     def _set_sequence_number_for_group(self) -> None:
         """The numbers of all ranks begin at 0 without being told."""
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._group._get_sequence_number_for_group()
+        return self.shm_group._get_sequence_number_for_group()
 
     def _root(self, what: str, given: Any) -> int:
         root, place = getattr(given, "rootRank", given or 0), getattr(given, "rootTensor", 0)
@@ -259,7 +261,11 @@ class ShmProcessGroup(_TorchGroup):
     def _work(
         self, work: Work | None, result: list[Any], opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        return TorchWork(work or Finished(result), self._completer, result, _limit(opts, timeout))
+        made = TorchWork(work or Finished(result), self._completer, result, _limit(opts, timeout))
+        number = len(result) == 1 and isinstance(result[0], torch.Tensor) and result[0].numel() == 1
+        if number and not isinstance(work, TracedWork):
+            self._numbers.append(made)  # DDP's join leaves one to C++, which does not keep the Python object
+        return made
 
     allreduce = _method("allreduce", table.ALL_REDUCE)
     allreduce_coalesced = _method("allreduce_coalesced", table.ALL_REDUCE_COALESCED)
@@ -280,7 +286,7 @@ class ShmProcessGroup(_TorchGroup):
         if not inputs:
             raise ValueError("ProcessGroupShm::allgather_coalesced: requires non-empty input tensor list")
         outs = [list(row) for row in outputs]
-        work = collectives.all_gather_coalesced(outs, list(inputs), self._group, async_op=True)
+        work = collectives.all_gather_coalesced(outs, list(inputs), self.shm_group, async_op=True)
         return self._work(work, outs, opts)
 
     def _by_rank(self, output: torch.Tensor) -> list[torch.Tensor]:
@@ -296,28 +302,28 @@ class ShmProcessGroup(_TorchGroup):
         opts: Any = None, timeout: timedelta | None = None,
     ) -> TorchWork:  # fmt: skip
         splits = list(out_splits), list(in_splits)
-        work = collectives.all_to_all_single(output, input, *splits, group=self._group, async_op=True)
+        work = collectives.all_to_all_single(output, input, *splits, group=self.shm_group, async_op=True)
         return self._work(work, [output], opts, timeout)
 
     @_checked
     def send(self, tensors: Tensors, dst: int, tag: int = 0) -> TorchWork:
         tensor = _only("send", tensors, "tensor")
-        return self._work(p2p.isend(tensor, group=self._group, tag=tag, group_dst=dst), [tensor])
+        return self._work(p2p.isend(tensor, group=self.shm_group, tag=tag, group_dst=dst), [tensor])
 
     @_checked
     def recv(self, tensors: Tensors, src: int, tag: int = 0) -> TorchWork:
         tensor = _only("recv", tensors, "tensor")
-        return self._work(p2p.irecv(tensor, group=self._group, tag=tag, group_src=src), [tensor])
+        return self._work(p2p.irecv(tensor, group=self.shm_group, tag=tag, group_src=src), [tensor])
 
     @_checked
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
         tensor = _only("recv", tensors, "tensor")
-        return self._work(p2p.irecv(tensor, group=self._group, tag=tag), [tensor])
+        return self._work(p2p.irecv(tensor, group=self.shm_group, tag=tag), [tensor])
 
     @_checked
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:
         limit = timeout or (opts if isinstance(opts, timedelta) else None)
-        return self._work(collectives.barrier(self._group, async_op=True, timeout=limit), [], opts, limit)
+        return self._work(collectives.barrier(self.shm_group, async_op=True, timeout=limit), [], opts, limit)
 
     # Names of torch 2.13.
     all_gather_single = _allgather_base
@@ -327,17 +333,17 @@ class ShmProcessGroup(_TorchGroup):
     all_to_all_single = alltoall_base
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        p2p.monitored_barrier(self._group, timeout, wait_all_ranks)
+        p2p.monitored_barrier(self.shm_group, timeout, wait_all_ranks)
 
     def shutdown(self) -> None:
         try:
             self._completer.close()
-            self._group.shutdown()
+            self.shm_group.shutdown()
         finally:
-            _forget(world(), self.group_name, self._group)
+            _forget(world(), self.group_name, self.shm_group)
 
     def abort(self) -> None:
-        self._group.abort("its process group was aborted")
+        self.shm_group.abort("its process group was aborted")
 
 
 def _forget(known: World, name: str, group: ProcessGroup) -> None:

@@ -37,6 +37,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     Args:
         module: has parameters that require gradients; of equal names, shapes and dtypes on all ranks.
         device_ids: the one GPU of this rank, to which tensors of the inputs are moved; None for a module on the CPU.
+        output_device, dim, check_reduction: torch's, which do nothing with one GPU a rank.
         forward_sync_buffers: rank 0's buffers become all ranks' before a forward; None for True.
         broadcast_buffers: the same; if it is False, ranks begin with their own buffers, too.
         init_sync: models are compared, and rank 0's parameters and buffers become all ranks' now.
@@ -54,11 +55,11 @@ class DistributedDataParallel(nn.Module, Joinable):
     """
 
     def __init__(
-        self, module: nn.Module, device_ids: list[Any] | None = None, *, broadcast_buffers: bool | None = None,
-        forward_sync_buffers: bool | None = None, init_sync: bool = True,
+        self, module: nn.Module, device_ids: list[Any] | None = None, output_device: Any = None, dim: int = 0,
+        broadcast_buffers: bool | None = None, init_sync: bool = True,
         process_group: comm.ProcessGroup | None = None, bucket_cap_mb: float | None = None,
-        find_unused_parameters: bool = False, gradient_as_bucket_view: bool = False, static_graph: bool = False,
-        device_mesh: Any = None,
+        find_unused_parameters: bool = False, check_reduction: bool = False, gradient_as_bucket_view: bool = False,
+        static_graph: bool = False, *, device_mesh: Any = None, forward_sync_buffers: bool | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         Joinable.__init__(self)
@@ -69,7 +70,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 )
             process_group = device_mesh.get_group()
         self.module = materialize(module)
-        self.process_group = joined_group(process_group, next((p.device.type for p in module.parameters()), "cpu"))
+        self.process_group = joined_group(process_group, _device_type(module))
         init_buffers = forward_sync_buffers is not None or broadcast_buffers is not False
         self.forward_sync_buffers = init_buffers if forward_sync_buffers is None else forward_sync_buffers
         self.find_unused_parameters = find_unused_parameters
@@ -79,7 +80,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         ignored = set(getattr(module, IGNORED, ()))
         own = [(name, one) for name, one in module.named_parameters() if name not in ignored]
         self._own = [one for _, one in own]
-        named = [(name, one) for name, one in own if one.requires_grad]
+        self._named = named = [(name, one) for name, one in own if one.requires_grad]
         self._named_buffers = [
             (owner, name)
             for prefix, owner in module.named_modules()
@@ -93,17 +94,38 @@ class DistributedDataParallel(nn.Module, Joinable):
             require_equal_models("DistributedDataParallel", module, named, self.process_group)
             self._broadcast([*self._own, *(self._buffers_now() if init_buffers else [])], 0)
         cap = int((25 if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
-        limits = (FIRST_BUCKET_BYTES if bucket_cap_mb is None else cap, cap)
-        for one in module.parameters():
-            set_bucket(one, (min(FIRST_BUCKET_BYTES, cap), cap) if any(one is p for _, p in named) else None)
-        tables = (one for one in module.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag)))
-        weights = {id(one.weight) for one in tables if one.sparse}
-        sparse = {i for i, (_, one) in enumerate(named) if id(one) in weights}
-        self.reducer = GradientReducer(
-            named, self.process_group, limits, gradient_as_bucket_view, find_unused_parameters, static_graph, sparse
-        )
-        self.backward_state = self.reducer.backward
+        self._limits = (FIRST_BUCKET_BYTES if bucket_cap_mb is None else cap, cap)
+        self._make_reducer()
         self.register_load_state_dict_pre_hook(_with_prefix)
+
+    def _make_reducer(self) -> None:
+        first, cap = self._limits
+        for one in self.module.parameters():
+            set_bucket(one, (min(FIRST_BUCKET_BYTES, cap), cap) if any(one is p for _, p in self._named) else None)
+        tables = (one for one in self.module.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag)))
+        weights = {id(one.weight) for one in tables if one.sparse}
+        sparse = {i for i, (_, one) in enumerate(self._named) if id(one) in weights}
+        self.reducer = GradientReducer(
+            self._named, self.process_group, (first, cap), self.gradient_as_bucket_view, self.find_unused_parameters,
+            self.static_graph, sparse,
+        )  # fmt: skip
+        self.backward_state = self.reducer.backward
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For `copy` and `pickle`: the loaded wrapper has the default group, and no communication hook.
+
+        Raises:
+            RuntimeError: this one has another group.
+        """
+        if self.process_group is not joined_group(None, _device_type(self.module)):
+            raise RuntimeError("DistributedDataParallel: only a wrapper of the default process group can be saved")
+        made = {"process_group", "reducer", "backward_state", "comm_hook"}
+        return {name: value for name, value in self.__dict__.items() if name not in made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.process_group = joined_group(None, _device_type(self.module))
+        self._make_reducer()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, after which the next backward reduces, unless within `no_sync`."""
@@ -292,6 +314,10 @@ class _FollowOthers(JoinHook):
         source = wrapper._largest(wrapper.process_group.rank() if is_last_joiner else -1)
         buffers = wrapper._buffers_now() if wrapper.forward_sync_buffers else []
         wrapper._broadcast([*wrapper._own, *buffers], source)
+
+
+def _device_type(module: nn.Module) -> str:
+    return next((p.device.type for p in module.parameters()), "cpu")
 
 
 def _check(named: list[tuple[str, nn.Parameter]], device_ids: list[Any], compared: bool) -> None:

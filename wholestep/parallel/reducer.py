@@ -21,6 +21,8 @@ from wholestep.parallel.join import WITHOUT_JOIN
 from wholestep.parallel.outputs import nodes_behind
 from wholestep.torch_compat import at_end_of_backward, skipped_by_dynamo
 
+IN_BACKWARD = "_in_backward_optimizers"  # torch's attribute of a parameter
+
 
 @skipped_by_dynamo
 class GradientReducer(BucketReduction):
@@ -85,6 +87,12 @@ class GradientReducer(BucketReduction):
         if self._begun or self.backward.arrived:
             raise RuntimeError(self._unfinished())
         self.backward.expected = True
+        early = [] if self.times.iterations else [one for one in self.parameters if hasattr(one, IN_BACKWARD)]
+        if early:
+            raise UnsupportedError(
+                "DistributedDataParallel with optimizers that step in the backward, by this rank's own gradients",
+                remedy="call optimizer.step() after the backward",
+            )
         if is_captured():
             if self.find_unused:
                 raise UnsupportedError(
@@ -121,6 +129,8 @@ class GradientReducer(BucketReduction):
             self._ready(index)
             return
         if not self.backward.expected:
+            if (self.find_unused or self.static and self._triggers is None) and not is_captured():
+                self._used[index] = 1  # accumulated here within no_sync, to be reduced by the next backward
             return
         if is_captured():
             self._record(index)
@@ -173,6 +183,12 @@ class GradientReducer(BucketReduction):
         self._remaining[index] = left = self._remaining[index] - 1
         if left > 0:
             return
+        if left < 0 and self._triggers is not None:
+            raise RuntimeError(
+                "Your training graph has changed in this iteration: parameter "
+                f"{self.names[index]} (index {index}) was used more often than in the first one, which "
+                "static_graph=True holds for all; to do: leave static_graph out"
+            )
         if left < 0:
             raise RuntimeError(
                 f"Expected to mark a variable ready only once. Parameter {self.names[index]} (index {index}) was "

@@ -94,12 +94,13 @@ def in_this_world(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def get_group(group: ProcessGroup | str | None = None) -> ProcessGroup:
-    """The group itself, the group of that name, or the default group for None and ``""``.
+    """The group itself, ours behind one of torch.distributed's, that of a name, or the default for None and ``""``.
 
     Raises:
         ValueError: there is no such group (any more).
     """
     known = world().groups | world().guests
+    group = getattr(group, "shm_group", group)  # of torch.distributed's
     if group is None or group == "":
         if DEFAULT_GROUP not in known:
             raise ValueError("Default process group has not been initialized: call init_process_group first")

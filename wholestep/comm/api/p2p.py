@@ -132,7 +132,7 @@ def monitored_barrier(group: Group = None, timeout: timedelta | None = None, wai
     if isinstance(pg, DeviceGroup):
         pg = pg.for_device("cpu")
     pg._get_sequence_number_for_group()  # an error in a process that was forked from a rank
-    limit = seconds(timeout or pg.timeout)
+    limit = seconds(pg.timeout if timeout is None else timeout)
     token = torch.zeros(1, dtype=torch.uint8)
     if pg.rank() != 0:
         pg.send([token], 0, _MONITOR_TAG).wait(limit)
@@ -140,7 +140,8 @@ def monitored_barrier(group: Group = None, timeout: timedelta | None = None, wai
             pg.recv([token], 0, _MONITOR_TAG + 1).wait(limit)
         except DistError as failure:
             raise DistTimeoutError(
-                f"rank {pg.rank()}: rank 0 did not confirm monitored_barrier: {failure}"
+                f"Rank {pg.rank()} successfully reached monitoredBarrier, but received errors while waiting for "
+                f"send/recv from rank 0: {failure}"
             ) from failure
         return
     missing = []
@@ -153,6 +154,6 @@ def monitored_barrier(group: Group = None, timeout: timedelta | None = None, wai
                 break
     if missing:
         names = ", ".join(str(get_global_rank(group, rank)) for rank in missing)
-        raise DistTimeoutError(f"Ranks {names} failed to pass monitored_barrier within {limit:g} s")
+        raise DistTimeoutError(f"Rank{'s' * wait_all_ranks} {names} failed to pass monitoredBarrier in {limit:g} s")
     for rank in range(1, pg.size()):
         pg.send([token], rank, _MONITOR_TAG + 1).wait(limit)

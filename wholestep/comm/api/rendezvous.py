@@ -145,6 +145,8 @@ def init_process_group(
 
 def joined_group(group: ProcessGroup | str | None, device_type: str) -> ProcessGroup:
     """As `get_group`; the default group is made where torch.distributed has a process group and comm has none."""
+    if c10d.is_whole_world(group):
+        group = None
     if group is None and DEFAULT_GROUP not in world().groups | world().guests and c10d.torch_world() is not None:
         init_process_group("cpu:shm,cuda:nccl" if device_type == "cuda" else None)
     return get_group(group)

@@ -101,6 +101,11 @@ def torch_world() -> tuple[int, int, Store] | None:
     return dist.get_rank(), dist.get_world_size(), PrefixStore("wholestep", store)
 
 
+def is_whole_world(group: Any) -> bool:
+    """True for torch.distributed's default group, over whichever backend."""
+    return group is not None and dist.is_initialized() and group is dist.group.WORLD
+
+
 def torch_store_at(host: str, port: int) -> bool:
     """True when torch's own process group exists in this process and a store of torch's answers there."""
     if not dist.is_initialized():

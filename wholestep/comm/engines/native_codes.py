@@ -114,7 +114,8 @@ def collective_error(group: ProcessGroup, outcome: Outcome, handle: int, limit: 
             f"{name}: {other} has exited or was killed; {me} waits in {here}; it last stood at {there}"
         )
     if status == TIMEOUT:
-        return DistTimeoutError(f"{name}: {me} waited {limit:g} s in {here} for {other}, which last stood at {there}")
+        waited = f"{me} waited {limit:g} s in {here} for {other}, which last stood at {there}"
+        return DistTimeoutError(f"{name}: Timed out as {waited}")
     if status == ABORTED and not handle:
         return DistBackendError(f"{name}: {me} destroyed the group while it waited in {here}")
     reason = native.reason(handle, culprit).decode(errors="replace") if status == ABORTED else ""

@@ -26,7 +26,7 @@ import torch
 from torch.fx.node import has_side_effect
 
 from wholestep.comm.api import collectives, p2p
-from wholestep.comm.api.groups import get_group, get_world_size
+from wholestep.comm.api.groups import get_group, is_initialized
 from wholestep.comm.ops import gradients
 from wholestep.comm.work import All, Work
 
@@ -45,8 +45,8 @@ def cores_are_busy(group: str) -> bool:
     """True when ranks that share memory compute on all the cores they have, so that none is left for collectives."""
     if get_group(group).backend_name != "shm":
         return False
-    ranks = get_world_size() if get_group().backend_name == "shm" else get_group(group).size()
-    return ranks * torch.get_num_threads() >= len(os.sched_getaffinity(0))
+    whole = get_group(group if not is_initialized() or get_group().backend_name != "shm" else None)
+    return whole.size() * torch.get_num_threads() >= len(os.sched_getaffinity(0))
 
 
 # Kernels, on memory that is there: in place or into `out` ---------------------------------------------------------
