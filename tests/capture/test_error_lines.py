@@ -18,6 +18,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch._higher_order_ops import invoke_quant_packed
 from torch._higher_order_ops import map as control_map
 from torch._higher_order_ops.cond import cond as control_cond
 from torch._higher_order_ops.scan import scan as control_scan
@@ -94,6 +95,17 @@ def test_cond_is_as_in_eager_or_refused(by_name: bool) -> None:
     for run in (step, ws.compile(step)):
         with pytest.raises(RuntimeError, match="only consists of tensor leaves"):
             run(x, 3)
+
+
+def test_operators_of_higher_order_that_dynamo_does_not_run_are_refused_by_line() -> None:
+    def step(x: torch.Tensor) -> Any:
+        return invoke_quant_packed(lambda a: (a.sin(),), x)[0]
+
+    x = torch.ones(2)
+    with pytest.raises(CaptureError, match="higher-order operator") as refused:
+        ws.compile(step, fullgraph=True)(x)
+    assert refused.value.where.startswith(f"{__file__}:")
+    assert torch.equal(ws.compile(step)(x), step(x))
 
 
 @pytest.mark.filterwarnings("ignore")  # Dynamo's, which eager's cond asks

@@ -42,7 +42,7 @@ from wholestep.trace.patches import generator_methods, types_asked
 from wholestep.trace.patches.engine_hook import handled
 from wholestep.trace.patches.like_updates import LikeUpdates
 from wholestep.trace.record.provenance import user_line
-from wholestep.trace.record.recorder import Recorder
+from wholestep.trace.record.recorder import Recorder, refuse_higher_order
 
 
 def _recorded_backward(
@@ -151,12 +151,6 @@ def _size_aware(recorder: Recorder) -> list[Replacement]:
 SIZE_METHODS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")]
 
 
-def _refused_operator(*_: Any, **__: Any) -> Any:
-    """A higher-order operator, `torch.cond` among them, which in eager Dynamo runs."""
-    remedy = "write it as a Python loop or branch, or with torch.where, or compile without fullgraph=True"
-    raise UnsupportedError("the step calls a higher-order operator, which tracing cannot follow", user_line(), remedy)
-
-
 def _checkpointed(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
     """A checkpoint that gives gradients where a reentrant one does, and runs no backward inside of another."""
     checkpoints.check_backward_validity(args)
@@ -224,7 +218,7 @@ def patched_python(
         (logging.getLogger(FakeTensor.__module__), "handle", lambda record: None),
     ]
     known = hasattr(*COMPILED_OPERATORS)
-    replacements.append((*(COMPILED_OPERATORS if known else (torch, "cond")), _refused_operator))
+    replacements.append((*(COMPILED_OPERATORS if known else (torch, "cond")), refuse_higher_order))
     if not reentrant:
         replacements.append((checkpoints.CheckpointFunction, "apply", staticmethod(_checkpointed)))
     inside = functools.partial(_inside, recorder.inputs.world.reachable.outside.settings)

@@ -24,6 +24,7 @@ from wholestep.nested import leaves, map_leaves
 from wholestep.torch_compat import (
     COLLECTIVE_NAMESPACES,
     FakeTensor,
+    HigherOrderOperator,
     TorchDispatchMode,
     fake_refusal,
     has_native_kernel,
@@ -60,6 +61,8 @@ class Recorder(TorchDispatchMode):
         views, mutations, storages: what functionalisation makes of views, writes and resized storages.
     """
 
+    supports_higher_order_operators = True  # to refuse them by line
+
     def __init__(
         self, world: Snapshot, provenance: Provenance, shared: frozenset[int] = frozenset(),
         decides: bool = False, sizes: Sizes | None = None,
@@ -82,6 +85,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            refuse_higher_order()
         if func.namespace in UNRECORDED:
             return func(*args, **kwargs)
         if torch.is_inference_mode_enabled() and has_native_kernel(func, "CompositeImplicitAutograd"):
@@ -210,6 +215,12 @@ class Recorder(TorchDispatchMode):
             if isinstance(item, (torch.Tensor, tuple, list)):
                 self._results(self.builder.emit(operator.getitem, (node, index)), item)
         return out
+
+
+def refuse_higher_order(*_: Any, **__: Any) -> Any:
+    """A higher-order operator, `torch.cond` among them, which in eager Dynamo runs."""
+    remedy = "write it as a Python loop or branch, or with torch.where, or compile without fullgraph=True"
+    raise UnsupportedError("the step calls a higher-order operator, which tracing cannot follow", user_line(), remedy)
 
 
 def _refuse_gradients(func: Any, args: Any, kwargs: Any) -> None:
