@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.checkpoint import async_save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -110,6 +112,10 @@ def with_torch(backend, folder):
     sharded = model()
     fully_shard(sharded, mesh=init_device_mesh("cpu", (n,)))
     train(sharded, rank)
+    state = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(sharded, state if rank == 0 else {}, options=options)
+    async_save(sharded.state_dict(), checkpoint_id=f"{folder}/saved {backend}").result()
     results += [x, *gathered, moved, part, *[p.detach().clone() for p in ddp.parameters()]]
     results += [p.detach().full_tensor() for p in sharded.parameters()]
     dist.destroy_process_group()

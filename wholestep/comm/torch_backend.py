@@ -232,6 +232,11 @@ class ShmProcessGroup(_TorchGroup):
         """torch keeps the name in a C++ backend, which this group has none of."""
         return self.shm_group.group_name
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """What torch's checkpoints ask a group for."""
+        return [torch.device("cpu")]
+
     def _get_backend(self, device: Any) -> ShmProcessGroup:
         """The group is its own backend."""
         if torch.device(device).type != "cpu":
