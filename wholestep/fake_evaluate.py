@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.fake_layouts import is_opaque, run_kernel
+from wholestep.fake_layouts import is_opaque, layouts, new_fake, run_kernel
 from wholestep.functional import OFFSETS, Functionalized, operator_of
 from wholestep.ir import info
 from wholestep.nested import leaves, map_leaves
@@ -103,10 +103,23 @@ def results(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
         if _keep(_known, key, kept):
             return map_leaves(lambda leaf: _anew(leaf, mode, operands), kept)
     given = [*operands]
-    found = run(mode, func, args, kwargs)
+    found = _by_layouts(mode, func, args, kwargs) if mode.shape_env is None else _UNKNOWN
+    if found is _UNKNOWN:
+        found = run(mode, func, args, kwargs)
     if key == (key_now() if known is _known else _by_expressions(key_now())):
         _keep(known, key, _kept(found, given, mode if known is not _known else _mode_of_kept()))
     return found
+
+
+def _by_layouts(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Results whose layouts the kernel is asked for in any case: torch's rule has nothing to add."""
+    if not isinstance(func, OpOverload) or any(str(r.type) != "Tensor" or r.alias_info for r in func._schema.returns):
+        return _UNKNOWN
+    places = layouts(func, args, kwargs)
+    if not places or None in places or len(places) != len(func._schema.returns):
+        return _UNKNOWN
+    made = tuple([new_fake(mode, *place) for place in places if place is not None])
+    return made if len(made) > 1 else made[0]
 
 
 def _by_expressions(key: Any) -> Any:

@@ -60,7 +60,7 @@ class KernelMode(FakeTensorMode):
             kept = None if refused else layouts(func, args, kwargs, wrong_rule=True)
             if not kept or None in kept:
                 raise
-            fakes = tuple([self._fake(*place) for place in kept if place])
+            fakes = tuple([new_fake(self, *place) for place in kept if place])
             return fakes if len(func._schema.returns) > 1 else fakes[0]
         if func is aten.view.default and isinstance(found, FakeTensor) and 1 in found.shape:
             return found if found.is_conj() or found.is_neg() else viewed(args[0], found.shape)
@@ -70,13 +70,15 @@ class KernelMode(FakeTensorMode):
 
         def laid_out(leaf: Any) -> Any:
             place = next(places) if isinstance(leaf, torch.Tensor) else None
-            return leaf if place is None else self._fake(*place)
+            return leaf if place is None else new_fake(self, *place)
 
         return map_leaves(laid_out, found)
 
-    def _fake(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> FakeTensor:
-        with no_modes():
-            return FakeTensor(self, torch.empty_strided(size, stride, dtype=dtype, device="meta"), device)
+
+def new_fake(mode: FakeTensorMode, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> FakeTensor:
+    """A fake tensor in memory of its own."""
+    with no_modes():
+        return FakeTensor(mode, torch.empty_strided(size, stride, dtype=dtype, device="meta"), device)
 
 
 def strict_fake_mode(env: ShapeEnvironment | None = None) -> FakeTensorMode:
