@@ -327,3 +327,37 @@ def test_code_that_switches_to_evaluation_does_not_look_at_the_state() -> None:
     for _ in range(3):
         compiled(x, True)
     assert compiled.captures == 1 and compiled.recompiles == []
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in its groups or states, as optimizers of libraries do."""
+
+    def __init__(self, parameters: Any, of_group: bool) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.of_group = of_group
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                held = group if self.of_group else self.state[p]
+                held["step"] = held.get("step", 0) + 1
+                p.add_(p.grad, alpha=-group["lr"] / (1 - 0.9 ** held["step"]))
+
+
+@pytest.mark.parametrize("of_group", [True, False])
+def test_counts_that_an_optimizer_begins_are_inputs_of_the_second_capture(of_group: bool) -> None:
+    def make(seed: int) -> World:
+        model = nn.Linear(3, 2)
+        opt = Counting(model.parameters(), of_group)
+
+        def step(x: Tensor) -> Tensor:
+            opt.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            opt.step()
+            return loss
+
+        return World(step, [(torch.randn(2, 3),)], {"model": model, "opt": opt})
+
+    assert assert_same_run(make).step.captures == 2

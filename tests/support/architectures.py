@@ -4,7 +4,7 @@
     python -m tests.support.architectures --table    writes docs/architectures.md from them
     python -m tests.support.architectures --one gpt2
 
-Each runs in a process of its own, which may take four minutes of a core. Configs are made small by the names of their
+Configs are made small by the names of their
 settings, inputs by the names that a model asks for; what eager does not train so is counted apart.
 """
 
@@ -16,24 +16,19 @@ import inspect
 import json
 import random
 import re
-import resource
-import signal
-import subprocess
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-from rich.progress import track
 
 import wholestep as ws
+from tests.support.resumable import DOCS, results, walk
 
-DOCS = Path(__file__).parents[2] / "docs"
-STEPS, SECONDS, MOST_PARAMETERS = 3, 240, 40_000_000
+STEPS, MOST_PARAMETERS = 3, 40_000_000
 
 # What a setting becomes, by its name; the first that matches. Twice: small in all, then in depth and vocabulary alone.
 FEW = [
@@ -221,25 +216,9 @@ def same(a: list[Any], b: list[Any]) -> bool:
     return all(torch.equal(x, y) or torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in pairs)
 
 
-def walk(chosen: list[str]) -> None:
-    """Judges what has not been judged yet."""
-    file = DOCS / "architectures.json"
-    known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    for kind in track([k for k in (chosen or kinds()) if k not in known], "architectures"):
-        command = [sys.executable, "-m", __spec__.name, "--one", kind]  # type: ignore[name-defined]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=10 * SECONDS, check=False)
-            lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-            ended = "time-out" if done.returncode == -signal.SIGXCPU else f"ends with {done.returncode}"
-            known[kind] = json.loads(lines[-1]) if lines else {"model": "", "outcome": ended}
-        except subprocess.TimeoutExpired:
-            known[kind] = {"model": "", "outcome": "time-out"}
-        file.write_text(json.dumps(known, indent=0, sort_keys=True) + "\n")
-
-
 def table() -> str:
     """The results as a page."""
-    known = json.loads((DOCS / "architectures.json").read_text())
+    known = results(DOCS / "architectures.json")
     trains = {k: r for k, r in known.items() if "way" in r or r["outcome"] in ("refused", "raises", "differs")}
     counts = Counter(r.get("way", "") if r["outcome"] == "equal" else r["outcome"] for r in trains.values())
     head = f"""# Architectures of transformers
@@ -271,12 +250,11 @@ def main() -> None:
     if given.one:
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
-        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 5))
         print(json.dumps(judged(given.one)))
     elif given.table:
         (DOCS / "architectures.md").write_text(table())
     else:
-        walk(given.kinds)
+        walk(DOCS / "architectures.json", given.kinds or kinds(), judged)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,16 @@ def test_whole_graphs_name_the_line_that_may_fail() -> None:
     assert f"{__file__}:{embeds.__code__.co_firstlineno + 2}" in str(caught.value)
 
 
+def test_norms_refuse_no_data() -> None:
+    def step(x: Tensor) -> Tensor:
+        with suppress(RuntimeError):
+            x = torch.linalg.vector_norm(x, dim=-1)
+        return x
+
+    run = ws.compile(step)
+    assert torch.equal(run(torch.ones(2, 3)), step(torch.ones(2, 3))) and not run.breaks
+
+
 def test_which_clauses_catch() -> None:
     def around(error: type[Exception]) -> list[bool]:
         found = []

@@ -7,6 +7,7 @@ that guard in words: ``L['x'] requires_grad: expected True, found False``.
 
 from __future__ import annotations
 
+import re
 import types
 import weakref
 from dataclasses import dataclass, field
@@ -94,6 +95,7 @@ class GuardFailure:
     outcomes: tuple[str, ...] = ()
 
 
+_IN_OPTIMIZER = re.compile(r"\['(param_groups|state)'\]\[")
 STATE_NAMES = (
     "grad mode", "inference mode", "autocast on cpu", "autocast on cuda", "autocast dtype on cpu",
     "autocast dtype on cuda", "autocast cache", "default dtype", "default device", "deterministic algorithms",
@@ -216,6 +218,9 @@ def compare(old: list[Guard], new: list[Guard]) -> GuardFailure | None:
             varying = _varying(old, later)
         elif match is not None and _has_grown(guard, match):
             varying = frozenset([guard.key[0]])
+        elif guard.kind == f"structure of {kinds.MAPPING.name}":  # an optimizer's step counts, after its first step
+            fresh = (g for g in new if g.key not in earlier and _IN_OPTIMIZER.search(g.key[0]))
+            varying = frozenset(g.key[0] for g in fresh if g.kind == "value" and type(g.expected) in (int, float))
         return GuardFailure(_reason(guard, match, later), varying)
     return None
 
