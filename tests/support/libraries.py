@@ -160,7 +160,7 @@ def table() -> str:
 
 
 def said(error: BaseException | None) -> str:
-    return f"{type(error).__name__}: {error}"[:300]
+    return re.sub(r"(?<!\w)/\S*/", "", f"{type(error).__name__}: {error}")[:300]  # no paths of this machine
 
 
 def installed(library: str) -> bool:
