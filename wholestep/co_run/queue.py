@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 from wholestep.co_run.operators import Facts, Kind, facts_of
-from wholestep.co_run.prefix_tree import Given, Layout, Node, Signatures, Unknown, described, place_of, storage_of
+from wholestep.co_run.prefix_tree import Node, Signatures, Unknown, described, place_of, storage_of
 from wholestep.co_run.ranks import Ranks
 from wholestep.co_run.reads import ExposedMemory, ExtensionWatch
-from wholestep.co_run.segment import FALSE, FLOAT, TRUE, Exactly, RecordedCall, Segment, Slot, slot
+from wholestep.co_run.segment import RecordedCall, Segment
 from wholestep.co_run.shards import At, PartViews
+from wholestep.co_run.slots import Opaque, Slots, is_plain
 from wholestep.errors import PlanError
-from wholestep.nested import leaves, map_leaves, tensors_of
+from wholestep.nested import leaves, tensors_of
 from wholestep.torch_compat import (
     UnwrappedDispatchMode,
     dispatching,
     function_modes,
     function_modes_disabled,
-    is_zero_tensor,
     no_modes,
     skipped_by_dynamo,
     storage_id,
@@ -30,16 +30,11 @@ from wholestep.torch_compat import (
 from wholestep.trace.record.caught_errors import is_caught
 from wholestep.trace.record.provenance import user_line
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _STRIDED, _NONE = torch.strided, dict[str, Any]()
 AT_ONCE, VIEW = Kind.AT_ONCE, Kind.VIEW
 
 # (node, slots that are alive, segment, tensors, numbers)
 Run = Callable[[Node, Segment, list[torch.Tensor], list[float]], None]
-
-
-class _Opaque(Exception):  # noqa: N818 - a signal, not an error
-    """An argument that the queue does not record."""
 
 
 @skipped_by_dynamo  # which would compile what a model under torch.compile calls
@@ -66,28 +61,21 @@ class Queue(UnwrappedDispatchMode):
         self.exposed = exposed
         self._ranks, self._held = ranks, ranks.held if ranks is not None else {}
         self._views = PartViews()
+        self._slots = Slots(ranks, self._views)
         self._signatures, self._run, self._running, self.known = signatures, run, False, True
         self._paused, self.watch = False, ExtensionWatch(self.flush)
         self._begin()
 
     def _begin(self) -> None:
         self._node: Node | None = None  # until the first call, by what is set then
-        self._slots: dict[Any, Slot] = {}  # place of a tensor -> its slot
-        self._storages: dict[int, int] = {}  # storage -> the first slot in it
-        self._count = 0
-        self._new: list[Any] = []  # what a call's key says of externals that it is the first to use
-        self._any_float = self._undeferred = False
+        self._slots.begin()
+        self._undeferred = False
         self._ran: set[int] = set()  # storages that calls which are not deferred, since they are new, made or wrote
         self._forget()
 
     def _forget(self) -> None:
         """Lets go of what was deferred."""
-        self._externals: list[int] = []
-        self._tensors: list[torch.Tensor] = []  # the externals
-        self._made: list[tuple[int, torch.UntypedStorage, Layout]] = []  # results, by slot
-        self._own: set[int] = set()  # their storages
-        self._pending: set[int] = set()  # these, and those that deferred calls write
-        self._numbers: list[float] = []
+        self._slots.run()
         self._calls: list[RecordedCall] = []
         self._path: list[Node] = []  # of these
         self._marked: dict[int, list[Any]] = {}  # place of a mark in the calls -> its tensors'
@@ -127,13 +115,13 @@ class Queue(UnwrappedDispatchMode):
             self.watch.end()
         if facts.kind is VIEW:
             found = func(*args, **kwargs)
-            results = self._register(found)
+            results = self._slots.register(found)
             if self._ranks is not None and not self._ranks.keeps_whole:
                 self._views.remember(facts, args, kwargs, found)
         else:
-            found, results = self._answer(facts, args, kwargs, node.results)
+            found, results = self._slots.answer(facts, args, kwargs, node.results)
             if facts.written:
-                self._pending.update(storage_id(storage_of(tensor)) for tensor in self._written(facts, args, kwargs))
+                self._slots.written(self._written(facts, args, kwargs))
         self._calls.append((facts.op, key[1], key[2], results))
         self._path.append(node)
         return found
@@ -141,40 +129,35 @@ class Queue(UnwrappedDispatchMode):
     def looked_up(self, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any], any_float: bool) -> tuple[Any, Any]:
         """A call's key and its node: None for one that runs at once, `MISSING` where it is not known."""
         self._node = self._begin_segment()
-        self._any_float = any_float
-        before = len(self._numbers), len(self._tensors)
+        slots = self._slots
+        slots.any_float = any_float
+        before = slots.count()
         try:
             if self._held:
                 self._record_views(tensors_of((args, kwargs)))
-                before = len(self._numbers), len(self._tensors)
-            parts = tuple([self._part(a) for a in args])
-            named = tuple([(name, self._part(value)) for name, value in kwargs.items()]) if kwargs else ()
-            new = ()
-            if self._new:
-                new = tuple(self._new)
-                self._new.clear()
-            key = what, parts, named, new
+                before = slots.count()
+            key = what, *slots.arguments(args, kwargs), slots.met()
             node = self._node.next.get(key, MISSING)
             if node is MISSING and self._ranks is not None:
                 node = self._add(key, self._described(self._ranks, what, args, kwargs))
-        except (_Opaque, Unknown, TypeError, RuntimeError):  # or an argument does not hash, or is nested, without sizes
+        except (Opaque, Unknown, TypeError, RuntimeError):  # or an argument does not hash, or is nested, without sizes
             key, node = None, None
         if node is None or node is MISSING:
-            self._numbers[before[0] :], self._tensors[before[1] :], self._externals[before[1] :] = [], [], []
+            slots.take_back(*before)
         return key, node
 
     def defers(self, tensors: list[torch.Tensor]) -> bool:
         """Whether a call with these tensors can be deferred now."""
         if self._paused or self._running or self._undeferred:
             return False
-        if any(type(t) not in _PLAIN or t.layout is not _STRIDED or t.is_inference() for t in tensors):
+        if any(not is_plain(t) or t.is_inference() for t in tensors):
             return False
         return not (self.exposed and self.exposed.holds(tensors))
 
     def defer(self, function: Any, key: Any, node: Node, written: Iterable[torch.Tensor]) -> None:
         """Defers a call without results that is known."""
         self.watch.end()
-        self._pending.update(storage_id(storage_of(tensor)) for tensor in written)
+        self._slots.written(written)
         self._calls.append((function, key[1], key[2], None))
         self._path.append(node)
         self._node = node
@@ -215,8 +198,7 @@ class Queue(UnwrappedDispatchMode):
 
     def _append(self, function: Any, facts: Any, parts: Any, named: Any, results: Any) -> None:
         """Records a call that Python does not make here."""
-        key = facts, parts, named, tuple(self._new)
-        self._new.clear()
+        key = facts, parts, named, self._slots.met()
         assert self._node is not None
         self._node = self._node.next.get(key) or self._add(key, None)
         self._calls.append((function, parts, named, results))
@@ -234,8 +216,8 @@ class Queue(UnwrappedDispatchMode):
         self._begin_segment()
         try:
             self._record_views(tensors)
-            parts = tuple([self._slot(tensor) for tensor in tensors])
-        except _Opaque:
+            parts = tuple([self._slots.of_tensor(tensor) for tensor in tensors])
+        except Opaque:
             raise PlanError(
                 "a gradient is complex or of a subclass, which plans do not reduce where a step's Python runs\n"
                 f"  at: {user_line()}\n  to do: compute what leads to it in real numbers and plain tensors"
@@ -254,27 +236,20 @@ class Queue(UnwrappedDispatchMode):
 
     def _record_view(self, place: Any) -> None:
         held = self._held.get(place[0])
-        if held is None or place in self._slots or place == place_of(held.tensor):
-            if held is not None and place not in self._slots:
-                self._slot(held.tensor)
+        if held is None or place in self._slots.of:
+            return
+        if place == place_of(held.tensor):
+            self._slots.of_tensor(held.tensor)
             return
         call = self._views.call_of(place)
         if call is None:
-            raise _Opaque
+            raise Opaque
         facts, args, kwargs, found = call
         for leaf in leaves((args, kwargs)):
             if type(leaf) is At:
                 self._record_view(leaf.place)
-        parts = tuple([self._part(a) for a in args])
-        named = tuple([(name, self._part(value)) for name, value in kwargs.items()])
-        results = map_leaves(self._register_at, found)
-        self._append(facts.op, facts, parts, named, results)
-
-    def _register_at(self, at: Any) -> Any:
-        index = self._count
-        self._count += 1
-        self._slots[at.place] = slot(index)
-        return index
+        parts, named = self._slots.arguments(args, kwargs)
+        self._append(facts.op, facts, parts, named, self._slots.register(found))
 
     def _is_small(self, args: tuple[Any, ...]) -> bool:
         """Whether the operands are single numbers on the host that nothing deferred touches: an optimizer's counts."""
@@ -283,89 +258,12 @@ class Queue(UnwrappedDispatchMode):
             first = first[0]
         if not isinstance(first, torch.Tensor) or first.dim():
             return False
+        known, held = self._slots.storages, self._held
         return all(
-            not t.dim() and t.device.type == "cpu" and storage_id(storage_of(t)) not in self._storages
-            and storage_id(storage_of(t)) not in self._held
+            not t.dim() and t.device.type == "cpu" and (storage := storage_id(storage_of(t))) not in known
+            and storage not in held
             for t in tensors_of(args)
         )
-
-    def _part(self, value: Any) -> Any:
-        """What stands for an argument in a call's key and in its record."""
-        if isinstance(value, torch.Tensor):
-            return self._slot(value)
-        kind = type(value)
-        if kind is float:
-            if not self._any_float:
-                return Exactly(value)
-            self._numbers.append(value)
-            return FLOAT
-        if kind is bool:
-            return TRUE if value else FALSE
-        if kind is list or kind is tuple:
-            return tuple([self._part(item) for item in value])
-        if kind is torch.Size:
-            return tuple(value)
-        if kind is At:
-            return self._slots[value.place]
-        if kind is complex:
-            raise _Opaque  # which is equal to a float
-        return value
-
-    def _slot(self, tensor: torch.Tensor) -> Slot:
-        if type(tensor) not in _PLAIN or tensor.layout is not _STRIDED or tensor.is_neg():
-            raise _Opaque
-        dtype, storage = tensor.dtype, storage_id(storage_of(tensor))
-        place = storage, tensor.storage_offset(), tensor.size(), tensor.stride(), dtype
-        found = self._slots.get(place)
-        if found is not None:
-            return found
-        if storage in self._own or dtype.is_complex or not storage or is_zero_tensor(tensor):
-            raise _Opaque  # such as a view of memory to be written that no recorded call made
-        if self._ranks is not None:
-            self._ranks.meet(tensor, place)
-        found = self._slots[place] = slot(self._count)
-        self._new.append((found, place[1:], tensor.device, self._storages.get(storage)))
-        self._storages.setdefault(storage, self._count)
-        self._externals.append(self._count)
-        self._tensors.append(tensor.detach())  # which stays what it is, where `tensor.data` is set
-        self._count += 1
-        return found
-
-    def _register(self, found: Any) -> Any:
-        """Gives slots to tensors that are there: views, and results of a call that was run."""
-        if isinstance(found, (list, tuple)):
-            return tuple([self._register(item) for item in found])
-        if not isinstance(found, torch.Tensor) or found.layout is not torch.strided or found.is_nested:
-            return None
-        storage = storage_id(storage_of(found))
-        index = self._count
-        self._count += 1
-        self._slots[storage, found.storage_offset(), found.size(), found.stride(), found.dtype] = slot(index)
-        self._storages.setdefault(storage, index)
-        return index
-
-    def _answer(self, facts: Facts, args: Any, kwargs: Any, results: Any) -> tuple[Any, Any]:
-        """Memory for the results of a deferred call, and their slots."""
-        kind = type(results)
-        if kind is Layout:
-            size, stride, dtype, device = results
-            tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
-            storage, index = storage_of(tensor), self._count
-            identity = storage_id(storage)
-            self._count += 1
-            self._slots[identity, 0, size, stride, dtype] = slot(index)
-            self._storages[identity] = index
-            self._made.append((index, storage, results))
-            self._own.add(identity)
-            self._views.forget(identity)
-            self._pending.add(identity)
-            return tensor, index
-        if kind is Given:
-            return facts.argument(args, kwargs, results.position), None
-        if kind is tuple:
-            pairs = [self._answer(facts, args, kwargs, item) for item in results]
-            return tuple([found for found, _ in pairs]), tuple([index for _, index in pairs])
-        return None, None
 
     def _record(self, facts: Facts, args: Any, kwargs: Any, key: Any) -> Any:
         """Runs a call that is not known after those before it, which run first, and remembers it."""
@@ -392,18 +290,14 @@ class Queue(UnwrappedDispatchMode):
             self._begin()
             return found
         self._node = self._signatures.add(before, key, results)
-        self._register_made(found, results, facts.kind)
+        if facts.kind is VIEW:
+            self._slots.register(found)
+        else:
+            self._slots.register_made(found, results)
         return found
 
-    def _register_made(self, found: Any, results: Any, kind: Kind) -> None:
-        if kind is VIEW or type(results) is Layout:
-            self._register(found)
-        elif type(results) is tuple:
-            for value, result in zip(found, results, strict=True):
-                self._register_made(value, result, kind)
-
     def _at_once(self, facts: Facts, args: Any, kwargs: Any) -> Any:
-        self._new.clear()
+        self._slots.met()
         if facts.tells:
             self.watch.begin()  # what is read may decide
         if not facts.only_reads or self._undeferred or self._touches(args):
@@ -418,7 +312,7 @@ class Queue(UnwrappedDispatchMode):
     def _touches(self, args: Any) -> bool:
         """Whether a read ends the segment: of what was deferred, or will be when the same calls come again."""
         found = [None if t.layout is not _STRIDED else storage_id(storage_of(t)) for t in tensors_of(args)]
-        return None in found or not (self._pending.isdisjoint(found) and self._ran.isdisjoint(found))
+        return None in found or not (self._slots.pending.isdisjoint(found) and self._ran.isdisjoint(found))
 
     # -- flush -----------------------------------------------------------------------------------------
 
@@ -461,16 +355,16 @@ class Queue(UnwrappedDispatchMode):
 
     def _run_pending(self) -> None:
         """Runs what was deferred, and writes what is alive."""
-        calls, made, node = self._calls, self._made, self._node
-        if node is None or not self._pending:
+        calls, made, node = self._calls, self._slots.made, self._node
+        if node is None or not self._slots.pending:
             if self._marked and self._ranks is not None:
                 self._ranks.dropped()
             self._forget()
             return
         alive = [(index, storage, layout) for index, storage, layout in made if storage_uses(storage) > 1]
         notes = [node.note for node in self._path if node.note is not None]
-        segment = Segment(calls, self._externals, [index for index, *_ in alive], notes, self._marked)
-        tensors, numbers = self._tensors, self._numbers
+        segment = Segment(calls, self._slots.externals, [index for index, *_ in alive], notes, self._marked)
+        tensors, numbers = self._slots.tensors, self._slots.numbers
         self._forget()
         self._running = True
         with no_modes(), torch.inference_mode(False):  # what plans keep of it is no inference tensor
