@@ -533,6 +533,38 @@ class Holder:
     def read(self) -> float:
         return self.rate
 
+    reads, shown = read, lambda self: self.rate  # by names that are not the functions' own
+    bound = functools.partialmethod(read)
+
+    def __len__(self) -> int:
+        return 2
+
+
+class Sized(dict[str, float]):
+    rate = 2.0
+
+    def __missing__(self, key: str) -> float:
+        return self.rate
+
+
+class Matched:
+    __match_args__ = ("rate",)
+    rate, width = 2.0, 3.0
+
+
+def by_place(x: Tensor) -> Tensor:
+    match matched:
+        case Matched(rate):
+            return x * rate
+    return x
+
+
+def by_keyword(x: Tensor) -> Tensor:
+    match matched:
+        case Matched(width=width):
+            return x * width
+    return x
+
 
 # Globals of their own: those of this file lead to the runner of tests.
 MODULE: dict[str, Any] = {"LIMIT": 2.0}
@@ -548,6 +580,7 @@ class Elsewhere(Holder):
 
 
 holders = [Holder()]
+sized, matched = Sized(), Matched()
 
 
 def plain(x: Tensor) -> Tensor:
@@ -572,6 +605,13 @@ PAST_NAMES: dict[str, tuple[Callable[[Tensor], Tensor], Any, str, Any]] = {
     "the class of an object in a list": (lambda x: x * holders[0].read(), holders[0], "__class__", Elsewhere),
     "the class of a module": (lambda x: net(x), net, "__class__", nn.Tanh),
     "the class of a module inside": (lambda x: nested(x), nested[1], "__class__", nn.Tanh),
+    "a method by another name": (lambda x: x * holder.reads(), Holder, "rate", 3.0),
+    "a method that is a lambda": (lambda x: x * holder.shown(), Holder, "rate", 3.0),
+    "a partial method": (lambda x: x * holder.bound(), Holder, "rate", 3.0),
+    "a special method": (lambda x: x * len(holder), Holder, "__len__", lambda self: 3),
+    "the class of a dict": (lambda x: x * sized["a"], Sized, "rate", 3.0),
+    "a pattern by place": (by_place, matched, "rate", 4.0),
+    "a pattern by keyword": (by_keyword, matched, "width", 4.0),
     "a function of a library": (lambda x: F.silu(x), F, "silu", other),
     "a function of a library, of C": (lambda x: torch.cosh(x), torch, "cosh", other),
     "a function of a library for numbers": (lambda x: x * math.sqrt(4.0), math, "sqrt", lambda x: 7.0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import configparser
+import contextlib
 import ctypes
 import datetime
 import decimal
@@ -13,6 +14,7 @@ import io
 import logging
 import os
 import pathlib
+import pickle
 import pkgutil
 import queue
 import random
@@ -51,6 +53,7 @@ ASKED: dict[str, Callable[[], Any]] = {
     "time.time": lambda: now(),
     "time.perf_counter": lambda: perf_counter(),
     "time.monotonic": lambda: WATCH.clock(),
+    "pickle.loads": lambda: pickle.loads(b"cmath\npi\n."),
     "time.strftime": lambda: time.strftime("%S"),
     "datetime.now": lambda: datetime.datetime.now().microsecond,
     "date.today": lambda: datetime.date.today().day,
@@ -137,6 +140,7 @@ CONTEXT: ContextVar[float] = ContextVar("scale", default=1.0)
 WEIGHTS, WAITING = numpy.ones(2), queue.SimpleQueue[int]()
 TABLE = {"a": 1.0}
 SHOWN = types.MappingProxyType(TABLE)
+CONTEXT_OF = contextlib.nullcontext(HELD)
 FORMAT, FORMATS = "{.width}", "{.width}".format
 PARTS = "settings", "_kept", "_elsewhere"  # of the name of a module
 ELSEWHERE = types.ModuleType("".join(PARTS))
@@ -163,6 +167,9 @@ READ: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "module imported by one": (lambda: importlib.import_module("".join(PARTS)).scale, lambda: elsewhere(3.0)),
     "module imported by __import__": (lambda: __import__("".join(PARTS)).scale, lambda: elsewhere(4.0)),
     "module imported by a library": (lambda: pkgutil.resolve_name("".join(PARTS)).scale, lambda: elsewhere(5.0)),
+    "attribute found by a library": (lambda: pkgutil.resolve_name("".join((*PARTS, ":", "scale"))),
+                                     lambda: elsewhere(6.0)),
+    "what a library's object holds": (lambda: CONTEXT_OF.__enter__().width, lambda: setattr(HELD, "width", 7.0)),
     "read-only mapping": (lambda: SHOWN["a"], lambda: TABLE.__setitem__("a", 5.0)),
     "environment": (lambda: float(os.environ.get("WHOLESTEP_SCALE", "1")),
                     lambda: os.environ.__setitem__("WHOLESTEP_SCALE", "5")),

@@ -298,7 +298,8 @@ def test_a_number_of_a_tensor_may_be_any_that_an_operator_takes(draw: Any) -> No
                 run(torch.tensor(5.0))
 
 
-@pytest.mark.parametrize("power", [lambda n: n**0.5, lambda n: 2**n, lambda n: n**3], ids=["root", "of two", "cube"])
+@pytest.mark.parametrize("power", [lambda n: n**0.5, lambda n: 2**n, lambda n: n**3, lambda n: (-2.0) ** n],
+                         ids=["root", "of two", "cube", "of a negative number"])  # fmt: skip
 def test_powers_of_numbers_are_of_the_type_that_eager_gives(power: Callable[[Any], Any]) -> None:
     compiled = ws.compile(lambda x, n: x * power(n), fullgraph=True)
     x = torch.tensor([1, 2])
@@ -306,8 +307,13 @@ def test_powers_of_numbers_are_of_the_type_that_eager_gives(power: Callable[[Any
         expected = x * power(n)
         got = compiled(x, n)
         assert got.dtype == expected.dtype and torch.equal(got, expected)
-    for value in (4.0, 2.0, -2.0):
+    for value in (4.0, 2.0, -2.0, 0.5):
         assert torch.equal(compiled(x.float(), value), x.float() * power(value))
+
+
+def test_a_decision_on_a_power_of_a_negative_number() -> None:
+    compiled, x = ws.compile(lambda x, n: x * (3 if (-2.0) ** n < 0 else 5), fullgraph=True), torch.ones(2)
+    assert [float(compiled(x, n)[0]) for n in (3, 5, 4, 6)] == [3, 3, 5, 5]
 
 
 def test_powers_that_are_none_are_refused_as_in_eager() -> None:

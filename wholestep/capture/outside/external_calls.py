@@ -119,10 +119,11 @@ TABLE: list[tuple[Verdict, dict[Any, tuple[str, ...]]]] = [
         datetime.date: ("today",),
         sys: ("getrecursionlimit", "getswitchinterval", "get_int_max_str_digits", "gettrace", "getprofile"),
         gc: ("isenabled", "get_threshold", "get_count"),
-        threading: ("current_thread", "active_count", "enumerate"),
+        type(threading.Lock()): ("locked",), threading: ("current_thread", "active_count", "enumerate"),
         socket.socket: ("recv", "recv_into", "recvfrom", "accept"),
         queues.Queue: ("get", "qsize", "empty"), queues.SimpleQueue: ("get", "empty"),
         connection.Connection: ("recv", "recv_bytes", "poll"),
+        pickle: ("load", "loads", "_load", "_loads"), pickle.Unpickler: ("load",),  # globals by any name
         decimal: ("getcontext",), locale: ("getlocale", "localeconv"), numpy: ("geterr", "get_printoptions"),
         torch.overrides: FUNCTION_MODES,
     }),

@@ -161,8 +161,8 @@ def class_values(kind: type) -> Contents:
     return {
         name: value
         for name, value in vars(kind).items()
-        if not (name.startswith("__") and name.endswith("__")) and not name.startswith("_abc_")
-        and (isinstance(value, (type, *_FUNCTIONS)) or not hasattr(value, "__get__"))
+        if (isinstance(value, FunctionType) or not (name.startswith("__") and name.endswith("__")))
+        and not name.startswith("_abc_") and (isinstance(value, (type, *_FUNCTIONS)) or not hasattr(value, "__get__"))
     }
 
 

@@ -11,7 +11,9 @@ import array
 import configparser
 import contextvars
 import ctypes
+import decimal
 import functools
+import hashlib
 import mmap
 import operator
 import queue
@@ -25,6 +27,7 @@ from dataclasses import is_dataclass, replace
 from itertools import accumulate
 from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
+from xml.etree.ElementTree import Element
 
 import numpy
 import torch
@@ -41,7 +44,14 @@ from wholestep.capture.snapshot.container_kinds import ContainerKind, UsedGlobal
 from wholestep.capture.snapshot.names_read import fields, global_names, imports, named, set_on_entry
 from wholestep.capture.snapshot.reachable import NumberInput, Reachable
 from wholestep.capture.snapshot.tensors import walk_tensor
-from wholestep.capture.snapshot.user_code import is_installed, is_library, is_system, is_user_class, is_user_module
+from wholestep.capture.snapshot.user_code import (
+    is_holder,
+    is_installed,
+    is_library,
+    is_system,
+    is_user_class,
+    is_user_module,
+)
 from wholestep.errors import UnsupportedError
 from wholestep.patches import original
 from wholestep.tensor_parts import mark_states
@@ -140,8 +150,6 @@ def _sequence(kind: ContainerKind) -> Handler:
 
 
 def _plain_attributes(found: Reachable, value: Any, source: sources.Source) -> None:
-    if type(value) in _BARE:
-        return
     attributes = getattr(value, "__dict__", None)
     if isinstance(attributes, dict):
         for_exit = set_on_entry(type(value))  # type: ignore[arg-type]
@@ -153,13 +161,15 @@ def _object(found: Reachable, value: Any, source: sources.Source) -> None:
     if not (issubclass(kind, DATA) or is_dataclass(kind)):
         found.owners.add(source.path)
     _fields(found, value, source)
-    _classes(found, value, source)
 
 
 def _fields(found: Reachable, value: Any, source: sources.Source) -> None:
+    if type(value) in _BARE:
+        return
     _plain_attributes(found, value, source)
-    if type(value) not in _BARE and kinds.slot_names(type(value)):
+    if kinds.slot_names(type(value)):
         found.add(value, source, kinds.SLOTS)
+    _classes(found, value, source)
 
 
 def _classes(found: Reachable, value: Any, source: sources.Source) -> None:
@@ -183,6 +193,7 @@ def _class(found: Reachable, kind: type, source: sources.Source) -> None:
     for index, base in enumerate(kind.__bases__):
         found.queue(base, sources.Item(sources.Attr(source, "__bases__"), index))
     found.queue(type(kind), sources.Attr(source, "__class__"))
+    found.names_read.names.update(vars(kind).get("__match_args__", ()))
     for name, member in vars(kind).items():
         here = sources.Method(source, name)
         functions = [(getattr(member, "__func__", member), here)]
@@ -190,9 +201,13 @@ def _class(found: Reachable, kind: type, source: sources.Source) -> None:
             functions = [(getattr(member, part), sources.Method(here, part)) for part in ("fget", "fset", "fdel")]
         functions = [(plain, place) for plain, place in functions if isinstance(plain, types.FunctionType)]
         found.queued += functions
+        for plain, _ in functions:
+            if not is_library(plain.__code__.co_filename):
+                found.names_read.add(plain, name)
         if not functions and (
             isinstance(member, _DESCRIPTORS) or is_user_class(type(member)) and hasattr(member, "__get__")
         ):
+            found.names_read.add(getattr(member, "func", None), name)
             found.queue(member, sources.Item(sources.Vars(source), name))
 
 
@@ -237,7 +252,8 @@ def _function(found: Reachable, function: types.FunctionType, source: sources.So
     found.add_attributes(function, source)
     _asks_types(found, function)
     if not is_library(function.__code__.co_filename):
-        found.names_read.add(function, isinstance(source, sources.Method))
+        if not isinstance(source, sources.Method):
+            found.names_read.add(function)
         names = global_names(function.__code__)
         if not named(function.__code__).isdisjoint(("globals", "f_globals", "eval", "exec")):
             names = (*names, *(name for name in function.__globals__ if not name.startswith("__")))
@@ -338,7 +354,8 @@ def _method(found: Reachable, method: types.MethodType, source: sources.Source) 
 UNGUARDED: tuple[type, ...] = (
     numpy.ndarray, bytearray, array.array, memoryview, mmap.mmap, ctypes.Array, ctypes.Structure, ctypes.Union,
     ctypes.c_int.__mro__[1],  # the base of all single numbers
-    contextvars.ContextVar, queue.SimpleQueue, BaseException,
+    contextvars.ContextVar, queue.SimpleQueue, BaseException, Element, decimal.Context,
+    type(hashlib.sha256()),
 )  # fmt: skip
 DATA = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)  # objects that hold data, as containers do
 GETTERS = operator.attrgetter, operator.methodcaller
@@ -391,7 +408,7 @@ def handler(kind: type) -> Handler | None:
     for base in kind.__mro__:
         if base in HANDLERS:
             return HANDLERS[base]
-    held = is_installed(kind) and (kind.__dictoffset__ or kinds.slot_names(kind))
+    held = is_holder(kind) and (kind.__dictoffset__ or kinds.slot_names(kind))
     if is_user_class(kind) or held or issubclass(kind, torch.nn.Module):  # this package's modules, too
         return _object
     return _iterator if issubclass(kind, Iterator) else None

@@ -12,6 +12,7 @@ import itertools
 import re
 import types
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ _FORMATS = frozenset({"format", "format_map", "vformat"})
 _FIELD = re.compile(r"\.([^\W\d]\w*)")  # as in "{0.name}"
 # Code that names one of these can read any attribute.
 READS_ANY = frozenset({"getattr", "vars", "__dict__", "asdict", "astuple", "fields", "replace", "attrgetter", "eval",
-                       "exec", "deepcopy", "copy", "dir", "__getattribute__", "__getstate__"})
+                       "exec", "deepcopy", "copy", "dir", "__getattribute__", "__getstate__", "resolve_name"})
 # Code that names one of these can tell that an attribute is not there.
 ASKS_ANY = READS_ANY | {"hasattr", "AttributeError"}
 IMPLIED = {"get_last_lr": ("_last_lr",)}
@@ -71,10 +72,17 @@ def _formats_any(code: types.CodeType) -> bool:
                for before, i in asked)  # fmt: skip
 
 
+def _matched(code: types.CodeType) -> Iterator[str]:
+    """The attributes that patterns of ``match`` name by keywords."""
+    for before, i in itertools.pairwise(dis.get_instructions(code)):
+        if i.opname == "MATCH_CLASS" and isinstance(before.argval, tuple):
+            yield from before.argval
+
+
 @functools.lru_cache(maxsize=8192)
 def named(code: types.CodeType) -> frozenset[str]:
     """Every name that code uses, and the strings in it, which may be names, or formats that name attributes."""
-    strings = {c for inner in _codes(code) for c in inner.co_consts if isinstance(c, str)}
+    strings = {c for inner in _codes(code) for c in (*inner.co_consts, *_matched(inner)) if isinstance(c, str)}
     names = frozenset(itertools.chain(strings, *map(fields, strings), *(inner.co_names for inner in _codes(code))))
     if not names.isdisjoint(_FORMATS) and any(_formats_any(inner) for inner in _codes(code)):
         names |= {"getattr"}
@@ -109,26 +117,26 @@ class NamesRead:
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self.names: set[str] = {"forward", *names}
-        self._methods: list[types.FunctionType] = []
+        self._methods: list[tuple[str, types.CodeType]] = []
 
-    def add(self, function: types.FunctionType, method: bool) -> None:
-        """Takes note of a user's function."""
-        if method:
-            self._methods.append(function)
-        else:
-            self.names |= named(function.__code__)
+    def add(self, function: Any, method: str = "") -> None:
+        """Takes note of a user's function: one that may run, or a method by the name that its class has for it."""
+        code = getattr(function, "__code__", None)
+        if code is not None and method:
+            self._methods.append((method, code))
+        elif code is not None:
+            self.names |= named(code)
 
     def settle(self) -> set[str]:
         """All names in use, once methods that they reach are counted in."""
         grown = True
         while grown:
             waiting, self._methods = self._methods, []
-            for function in waiting:
-                name = function.__name__
+            for name, code in waiting:
                 if name in self.names or (name.startswith("__") and name != "__init__"):
-                    self.names |= named(function.__code__)
+                    self.names |= named(code)
                 else:
-                    self._methods.append(function)
+                    self._methods.append((name, code))
             grown = len(self._methods) < len(waiting)
         for name, implied in IMPLIED.items():
             if name in self.names:

@@ -26,6 +26,8 @@ _GENERATED = ("<frozen", "<__array", "<eval_with_key", "<wholestep")
 # Folders that hold what others wrote; of the second kind, where no code of the user's own lies below them.
 FOLDERS = frozenset({"site-packages", "dist-packages"})
 VENDORED = frozenset({"third_party", "thirdparty", "vendor", "vendored", "_vendor"})
+TRACKING = frozenset({"asyncio", "importlib", "logging", "multiprocessing", "socket", "subprocess",
+                      "tempfile", "threading", "typing", "weakref"})  # fmt: skip
 MARKERS = ("pyproject.toml", "setup.py", "setup.cfg", ".git")
 _own: set[str] = set()  # files of functions that were compiled
 
@@ -118,6 +120,12 @@ def is_installed(kind: type) -> bool:
     """True for classes of installed packages and of torch, whose instances hold what a step uses."""
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
     return bool(file) and origin(str(file)) in ("torch", "installed")
+
+
+def is_holder(kind: type) -> bool:
+    """True for these, and for classes of the standard library, but those that keep track of what runs and is logged."""
+    file, module = getattr(sys.modules.get(kind.__module__), "__file__", None), kind.__module__.partition(".")[0]
+    return is_installed(kind) or bool(file) and module not in TRACKING and origin(str(file)) == "standard"
 
 
 @functools.cache

@@ -72,7 +72,7 @@ def begin(call: Call, names: Iterable[str] = (), varying: frozenset[str] = froze
     for name in ("__call__", "forward"):
         entry = getattr(type(call.fn), name, None)
         if isinstance(entry, types.FunctionType) and not is_library(entry.__code__.co_filename):
-            found.names_read.add(entry, False)
+            found.names_read.add(entry)
     found.queued.extend((sys.modules[name], module(name)) for name in names if name in sys.modules)
     found.queued.extend((value, source) for source, value in reversed(found.roots))
     return found

@@ -127,7 +127,7 @@ def _looks_inside(wrapper: Any) -> bool:
         for name, member in vars(kind).items() if not kind.__module__.startswith("torch.optim.") else ():
             method = inspect.unwrap(getattr(member, "fget", member))
             if isinstance(method, FunctionType) and not name.startswith("__"):
-                names.add(method, method=True)
+                names.add(method, name)
     return not _LOOKING.isdisjoint(names.settle())
 
 

@@ -127,7 +127,7 @@ def _record(function: Callable[..., Any], *args: Any) -> Any:
 # What C++ computes with an integer before it needs it, such as the size of a padded tensor, by names of its own.
 _OF_CPP: dict[str, Callable[..., Any]] = {
     "int_truediv": operator.truediv, "float_truediv": operator.truediv, "int_floordiv": operator.floordiv,
-    "float_pow": operator.pow, "pow_by_natural": operator.pow, "sym_min": min, "sym_max": max,
+    "float_pow": pow, "pow_by_natural": pow, "sym_min": min, "sym_max": max,
     "ceil": math.ceil, "floor": math.floor, "sym_float": operator.pos, "sym_and": operator.and_, "sym_or": operator.or_,
 }  # fmt: skip
 

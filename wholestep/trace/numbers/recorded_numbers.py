@@ -99,6 +99,7 @@ class RecordedNumbers:
             Exception: that error.
             DataDependentError: code around the call would catch one, and the numbers are not known before the step.
         """
+        function = pow if function is operator.pow else function  # which fx prints, of -2 and p, as -2 ** p
         hosts = [isinstance(getattr(a, "node", None), HostNode) for a in args]
         nodes = tuple(a.node.fx_node if host else a for a, host in zip(args, hosts, strict=True))
         known = all(a.node.known for a, host in zip(args, hosts, strict=True) if host)
@@ -110,7 +111,8 @@ class RecordedNumbers:
             self.record(raises(function), args, error is not None)  # a guard
         if error is not None and known:
             raise error
-        if known and function is operator.pow and self.builder.sizes is None and type(args[0]) is not float:
+        of_sizes = any(map(is_size, nodes))
+        if known and function is pow and not (type(args[0]) is float and args[0] >= 0) and not of_sizes:
             self.record(power_is(type(hint).__name__), args, True)  # a guard: 2 ** -1 is no integer
         hint = 1.0 if isinstance(hint, complex) and not known else hint  # a root of what stands for the number
         key = (function, *((type(n), str(n) if is_size(n) else n) for n in nodes))
@@ -254,7 +256,7 @@ def errors_of(function: Callable[..., Any]) -> tuple[Any, ...]:
     """What a function of numbers raises where they are out of its domain."""
     if getattr(function, "__module__", "") == "math":
         return ValueError, OverflowError
-    if function in (operator.pow, pow):
+    if function is pow:
         return ZeroDivisionError, OverflowError
     return (ZeroDivisionError,) if function in (operator.truediv, operator.floordiv, operator.mod) else ()
 
@@ -280,7 +282,7 @@ def power_is(kind: str) -> Callable[..., bool]:
 
     def given(*args: Any) -> bool:
         try:
-            return type(operator.pow(*args)).__name__ == kind
+            return type(pow(*args)).__name__ == kind
         except ArithmeticError:
             return False
 
