@@ -65,6 +65,33 @@ def test_what_a_step_catches_decides_as_in_eager(step: Callable[..., Tensor], re
     assert_same_run(make, 6, ws.compile)
 
 
+LOOKUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index_select": lambda table, index: table.index_select(0, index),
+    "gather": lambda table, index: table.gather(0, index[:, None].expand(-1, 2)),
+    "embedding": lambda table, index: F.embedding(index, table),
+    "index": lambda table, index: table[index, index - 1],
+    "scatter_add": lambda table, index: table.scatter_add(0, index[:, None].expand(-1, 2), torch.ones(2, 2)),
+    "index_add_": lambda table, index: table.clone().index_add_(0, index, torch.ones(2, 2)),
+}
+
+
+@pytest.mark.parametrize("lookup", LOOKUPS)
+def test_indices_that_a_kernel_takes_are_a_decision(lookup: str) -> None:
+    def step(table: Tensor, index: Tensor) -> Tensor:
+        try:
+            return LOOKUPS[lookup](table, index) * 2
+        except (IndexError, RuntimeError):
+            return table - 1
+
+    compiled, table = ws.compile(step), torch.arange(6.0).reshape(3, 2)
+    for index in (torch.tensor([0, 1]), torch.tensor([1, 0])):
+        assert compiled(table, index).equal(step(table, index))
+    assert compiled.captures == 1 and not compiled.breaks
+    for index in (torch.tensor([0, 9]), torch.tensor([0, 1]), torch.tensor([-4, 1])):
+        assert compiled(table, index).equal(step(table, index))
+    assert "on some data" in compiled.breaks[0]
+
+
 def test_whole_graphs_name_the_line_that_may_fail() -> None:
     with pytest.raises(CaptureError, match="catches the IndexError that aten.embedding") as caught:
         ws.compile(embeds, fullgraph=True)(torch.ones(3, 2), *GOOD, [])

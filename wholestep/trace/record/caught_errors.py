@@ -1,6 +1,7 @@
 """Errors that kernels raise on the data they are given, where code around the call may catch them.
 
-What that code does then depends on the data. So such a kernel runs where it is called, not when a program does.
+What that code does then depends on the data. So such a kernel runs where it is called, not when a program does; but for
+indices, of which a program can tell before whether a kernel takes them.
 """
 
 from __future__ import annotations
@@ -39,6 +40,29 @@ def refuses(op: OpOverload) -> type[Exception] | None:
     if name.endswith(("_ex", "vector_norm", "linalg_cross")):  # which give what is wrong, or take any data
         return None
     return next((error for prefix, error in REFUSING.items() if name.startswith(prefix)), None)
+
+
+def index_ranges(op: OpOverload, arguments: dict[str, Any]) -> list[tuple[torch.Tensor, int, int]] | None:
+    """Where a kernel refuses indices alone: these, with the least and the most that each may be."""
+    name = base_name(op).rstrip("_")
+    table, low = arguments.get("weight" if name == "embedding" else "self"), 0
+    if name == "embedding":
+        pairs = [(arguments["indices"], 0)]
+    elif name == "index":
+        pairs, low = [(index, dim) for dim, index in enumerate(arguments["indices"]) if index is not None], -1
+    elif name in INDEXED_ALONG and isinstance(table, torch.Tensor) and table.dim():
+        pairs = [(arguments["index"], arguments["dim"])]
+    else:
+        return None
+    found = [(index, low * table.shape[dim], table.shape[dim] - 1) for index, dim in pairs]  # type: ignore[union-attr]
+    plain = all(index.dtype in (torch.int32, torch.int64) and type(most) is int for index, _, most in found)
+    return found if plain else None
+
+
+# Operators with indices along one dimension.
+INDEXED_ALONG = {
+    "gather", "index_add", "index_copy", "index_fill", "index_select", "scatter", "scatter_add", "scatter_reduce",
+}  # fmt: skip
 
 
 def is_caught(error: type[Exception]) -> bool:

@@ -36,7 +36,7 @@ from wholestep.trace.numbers.decisions import OTHERWISE, follows_from_numbers
 from wholestep.trace.numbers.recorded_numbers import RecordedNumbers
 from wholestep.trace.numbers.symbolic_sizes import Sizes, is_host, is_size
 from wholestep.trace.operators import tables
-from wholestep.trace.record.caught_errors import is_caught, refuses
+from wholestep.trace.record.caught_errors import index_ranges, is_caught, refuses
 from wholestep.trace.record.graph_builder import GraphBuilder
 from wholestep.trace.record.inputs import Inputs
 from wholestep.trace.record.provenance import Provenance, user_line
@@ -104,7 +104,7 @@ class Recorder(TorchDispatchMode):
             if self.numbers.tokens:
                 args, kwargs = self.numbers.with_numbers(func, args, kwargs)
             tables.check(func, args, kwargs)
-            if (error := refuses(func)) is not None and is_caught(error):
+            if (error := refuses(func)) is not None and is_caught(error) and not self._is_in_range(func, args, kwargs):
                 what = f"the step catches the {error.__name__} that {func} raises on some data"
                 raise UnsupportedError(what, user_line(), "check the data before it, or compile without fullgraph=True")
             if tables.is_differentiated_inside(func):
@@ -131,6 +131,15 @@ class Recorder(TorchDispatchMode):
                 if fixed or (truth and self.numbers.may_decide):
                     return self._observed(func, args, kwargs, truth, fixed)
             raise _translated(func, error, kind) from error
+
+    def _is_in_range(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a kernel refuses indices alone, and none that it is given; a decision, as if the step had asked."""
+        names = [argument.name for argument in func._schema.arguments]
+        ranges = index_ranges(func, dict(zip(names, tables.positional(func, args, kwargs), strict=True)))
+        if ranges is None or not self.numbers.may_decide:
+            return False
+        with self:
+            return all(torch.equal(index.clamp(least, most), index) for index, least, most in ranges)
 
     def _values_alone(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """The arguments of a decomposition, without the vectors that eager computes for gradients alone.
