@@ -75,6 +75,14 @@ def returned(x: Tensor) -> Any:
     return x + torch.rand(3), torch.get_rng_state(), OWN.get_state()
 
 
+def caught(x: Tensor) -> Tensor:
+    try:
+        OWN.set_state(torch.zeros(3, dtype=torch.uint8))
+    except RuntimeError:
+        x = x + 1
+    return x + torch.rand(3, generator=OWN)
+
+
 def in_a_checkpoint(x: Tensor) -> Tensor:
     y = x.clone().requires_grad_()
     checkpoint(lambda y: nn.functional.dropout(y).square().sum(), y, use_reentrant=False).backward()
@@ -82,7 +90,7 @@ def in_a_checkpoint(x: Tensor) -> Tensor:
 
 
 STEPS = [saved, saved_of_its_own, held, forked, seeded_twice, from_one_to_the_other, set_from_outside, returned,
-         in_a_checkpoint]  # fmt: skip
+         caught, in_a_checkpoint]  # fmt: skip
 
 
 def begin() -> None:

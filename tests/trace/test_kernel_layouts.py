@@ -285,6 +285,14 @@ def test_values_saved_for_a_backward_lie_as_in_eager() -> None:
         pairs = [torch.autograd.grad(call(x).exp().sum(), given) for call in (fn, run)]
         assert all(map(torch.equal, *pairs))
 
+    def gated(x: Tensor) -> Tensor:  # its chunks' rows are one
+        one, two = x.chunk(2, 1)
+        return F.gelu(one) * two
+
+    x = torch.randn(1, 4, 6, 6).expand(2, 4, 6, 6).requires_grad_()
+    for run in (ws.compile(gated, fullgraph=True), ws.compile(gated, backend="naive", fullgraph=True)):
+        assert torch.equal(*(torch.autograd.grad(call(x).exp().sum(), x)[0] for call in (gated, run)))
+
 
 @pytest.mark.filterwarnings("ignore:where received a uint8")
 def test_masks_of_bytes_choose_as_in_eager() -> None:

@@ -200,9 +200,10 @@ def free_views(joint: Joint, wanted: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def view_base(node: fx.Node) -> fx.Node | None:
-    """What a node is a view of, None when it is not one."""
-    views = is_view(node.target) and isinstance(info(node).value, torch.Tensor) and isinstance(node.args[0], fx.Node)
-    return node.args[0] if views else None  # type: ignore[return-value]
+    """What a node is a view of, one of several (`chunk`) included; None when it is not one."""
+    call: Any = node.args[0] if node.target is GETITEM else node
+    views = is_view(call.target) and isinstance(info(node).value, torch.Tensor) and isinstance(call.args[0], fx.Node)
+    return call.args[0] if views else None
 
 
 def split(joint: Joint, saved: Iterable[fx.Node]) -> Partitioned:

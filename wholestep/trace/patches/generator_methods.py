@@ -56,6 +56,9 @@ def methods(recorder: Recorder) -> list[Replacement]:
         with no_modes():
             if not isinstance(new_state, torch.Tensor):
                 _set_state(generator, new_state)  # eager's error
+            scratch = Generator(generator.device)
+            if new_state.dtype != torch.uint8 or new_state.numel() != _get_state(scratch).numel():
+                _set_state(scratch, torch.zeros(tuple(new_state.shape), dtype=new_state.dtype))  # eager's error
             read = recorder.inputs.read(new_state)
             builder.emit(functional.set_rng_state, (read, *operand(generator)), value=())
         return generator
