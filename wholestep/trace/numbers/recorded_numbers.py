@@ -111,8 +111,8 @@ class RecordedNumbers:
             self.record(raises(function), args, error is not None)  # a guard
         if error is not None and known:
             raise error
-        of_sizes = any(map(is_size, nodes))
-        if known and function is pow and not (type(args[0]) is float and args[0] >= 0) and not of_sizes:
+        positive = type(args[0]) is float and args[0] >= 0
+        if known and function is pow and self.builder.sizes is None and not positive:
             self.record(power_is(type(hint).__name__), args, True)  # a guard: 2 ** -1 is no integer
         hint = 1.0 if isinstance(hint, complex) and not known else hint  # a root of what stands for the number
         key = (function, *((type(n), str(n) if is_size(n) else n) for n in nodes))
