@@ -3,16 +3,19 @@
 The mark is an attribute of the tensor, plain tuples, so that it goes with `copy.deepcopy` and `torch.save` (of a
 parameter, with `torch.save` alone). While a step is traced such a tensor stands for the whole one; the program of a
 rank takes the part.
-May import: nothing of the package.
+May import: errors.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
+
+from wholestep.errors import CheckpointError
 
 _NAME = "wholestep_part"
 
@@ -86,9 +89,34 @@ def part_of(tensor: torch.Tensor) -> Part | None:
     return None if mark is None else Part(*mark)
 
 
+def _refuse_to_checkpoints(tensor: torch.Tensor) -> Any:
+    """A method by which torch.distributed.checkpoint asks a tensor for its blocks. Only parts have it, and refuse.
+
+    Without it they would be taken for the same on all ranks. It is no attribute of the part, which is to be pickled.
+    """
+    part = part_of(tensor)
+    if part is None or part.is_whole:
+        raise AttributeError
+
+    def refuse(name: str = "a tensor", *_: Any) -> Any:
+        raise CheckpointError(
+            f"{name} is {part}: torch.distributed.checkpoint does not know that other ranks have other parts\n"
+            "  to do: ws.save(path, model, optimizer) and ws.load, or give it ws.full_state_dict(model)"
+        )
+
+    return refuse
+
+
+@cache
+def _tell_checkpoints() -> None:
+    for name in ("__create_write_items__", "__create_chunk_list__"):
+        setattr(torch.Tensor, name, property(_refuse_to_checkpoints))
+
+
 def mark_part(tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
     """Says what a tensor holds of a whole one; None takes the mark away."""
     if part is not None:
+        _tell_checkpoints()
         setattr(tensor, _NAME, tuple(part))
     elif hasattr(tensor, _NAME):
         delattr(tensor, _NAME)

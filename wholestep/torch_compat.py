@@ -807,6 +807,18 @@ _AS_WRITTEN: dict[str, Any] = {
 }  # fmt: skip
 
 
+def asks_for_full_state() -> bool:
+    """True within torch's ``get_model_state_dict`` or ``get_optimizer_state_dict`` with ``full_state_dict=True``.
+
+    These gather tensors of torch's own classes alone, and give others as they are. Seen in torch 2.11 to 2.13."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name in ("_get_model_state_dict", "_get_optim_state_dict"):
+            return bool(getattr(frame.f_locals.get("info"), "full_state_dict", False))
+        frame = frame.f_back
+    return False
+
+
 def nested_compiles() -> list[tuple[Any, str, Any]]:
     """Patches by which functions under `torch.compile` run as they are written, as under `set_stance("force_eager")`.
 

@@ -56,7 +56,15 @@ def test_mistakes_are_errors_with_names_on_all_ranks():
     both = run_ranks(programs.mistakes, 2)
     assert "this rank reduces gradients of a.weight, a.bias, b.weight, b.bias; others do not" in both[0]["fewer"]
     assert "this rank reduces gradients of a.weight, a.bias; others do not" in both[1]["fewer"]
-    for each in both:
+    for each, rows in zip(both, ("0 to 2", "2 to 4"), strict=True):
+        for name in ("a.weight", "a.state.0.exp_avg"):
+            kind = "model" if name == "a.weight" else "optimizer"
+            assert f"CheckpointError: {name} is rows {rows} of [4, 4]: torch.dist" in each[f"{kind} by torch"]
+            assert f"parts of extra.{name} do not make up the whole" in each[f"{kind} as extra"]
+        for name in ("whole by torch", "whole states by torch"):
+            assert "to do: ws.full_state_dict(model)" in each[name]
+        assert "of [4, 4], this rank has rows" in each["of another"]
+        assert "exp_avg in the optimizer's state is rows" in each["states of another"]
         assert "size mismatch for weight: [3, 4] in the state, [4, 4] in the model, of which this rank" in each["size"]
         assert "parameter 0 is weight float32 [2, 2] on rank 0 (2 in all), weight float32 [2, 2] fr" in each["frozen"]
         assert "running_mean, running_var, num_batches_tracked is on the meta device" in each["buffer"]

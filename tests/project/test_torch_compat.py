@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
@@ -56,6 +57,7 @@ from wholestep.torch_compat import (
     TorchDispatchMode,
     UnwrappedDispatchMode,
     address_of,
+    asks_for_full_state,
     at_end_of_backward,
     attention_kernels,
     below_autograd,
@@ -196,6 +198,19 @@ class Heard(TorchFunctionMode):
 
 def test_every_name_has_a_test_here():
     assert public_names(torch_compat.__file__) - names_used_in_tests(__file__) == set()
+
+
+def test_torchs_getters_of_full_states_are_seen():
+    asked: list[bool] = []
+    model = nn.Linear(2, 2)
+    opt = torch.optim.SGD(model.parameters())
+    for holder in (model, opt):
+        holder.register_state_dict_post_hook(lambda *_: asked.append(asks_for_full_state()))
+    for full in (True, False):
+        get_model_state_dict(model, options=StateDictOptions(full_state_dict=full))
+        get_optimizer_state_dict(model, opt, options=StateDictOptions(full_state_dict=full))
+    model.state_dict()
+    assert asked == sorted(asked, reverse=True) and asked.count(True) == asked.count(False) - 1
 
 
 def test_operators_are_overloads():

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy as StockPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -357,7 +359,7 @@ def mistakes() -> dict[str, str]:
         try:
             call()
             found[name] = "no error"
-        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        except (RuntimeError, TypeError, ValueError, NotImplementedError, dcp.CheckpointException) as error:
             found[name] = f"{type(error).__name__}: {error} {getattr(error, '__notes__', '')}"
 
     class Branches(nn.Module):
@@ -400,7 +402,28 @@ def mistakes() -> dict[str, str]:
         fully_shard(model[0])
         fully_shard(model)
 
+    def of_another_rank(what: Any, anew: Any) -> None:
+        every: list[Any] = [None, None]
+        comm.all_gather_object(every, what.state_dict())
+        anew.load_state_dict(every[1 - rank])
+
+    def state_of_another_rank() -> None:
+        anew = torch.optim.AdamW(linear.parameters())
+        of_another_rank(opt, anew)
+        anew.step()
+
     linear, alone = fully_shard(nn.Linear(4, 4)), fully_shard(Alone())
+    opt = torch.optim.AdamW(linear.parameters())
+    linear(torch.ones(2, 4)).sum().backward()
+    opt.step()
+    for name, state in (("model", linear.state_dict()), ("optimizer", opt.state_dict())):
+        note(f"{name} by torch", partial(dcp.save, {"a": state}, checkpoint_id="/nowhere"))
+        note(f"{name} as extra", partial(ws.save, "/nowhere", linear, extra={"a": state}))
+    whole = StateDictOptions(full_state_dict=True)
+    note("whole by torch", lambda: get_model_state_dict(linear, options=whole))
+    note("whole states by torch", lambda: get_optimizer_state_dict(linear, opt, options=whole))
+    note("of another", lambda: of_another_rank(linear, linear))
+    note("states of another", state_of_another_rank)
     note("module", lambda: fully_shard([nn.Linear(2, 2)]))
     note("container", lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])))
     note("again", lambda: fully_shard(linear))

@@ -144,7 +144,10 @@ def _cover(kind: str, name: str, parts: dict[Part, list[int]]) -> Iterable[tuple
     filled = {part: ranks for part, ranks in parts.items() if part.numel}
     if not _is_grid(list(filled)):
         held = "; ".join(f"rank {ranks[0]} {part}" for part, ranks in parts.items())
-        raise CheckpointError(f"{kind}: the parts of {name} do not make up the whole of it, each element once: {held}")
+        todo = "\n  to do: give the model and optimizer themselves, or ws.full_state_dict(…)" if kind == "extra" else ""
+        raise CheckpointError(
+            f"{kind}: the parts of {name} do not make up the whole of it, each element once: {held}{todo}"
+        )
     return filled.items()
 
 

@@ -19,9 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from wholestep import comm
 from wholestep.comm.api.tracing import is_captured
+from wholestep.errors import CheckpointError
 from wholestep.ir import want_mean
-from wholestep.tensor_parts import part_of
-from wholestep.torch_compat import UNSCALE_GRADIENTS, plain_subclasses, plain_torch_function
+from wholestep.tensor_parts import mark_states, part_of
+from wholestep.torch_compat import UNSCALE_GRADIENTS, asks_for_full_state, plain_subclasses, plain_torch_function
 
 _LAYERS = "linear bilinear embedding embedding_bag layer_norm rms_norm group_norm batch_norm conv1d conv2d conv3d prelu"
 _PRODUCTS = torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.__rmatmul__
@@ -117,6 +118,8 @@ def _take_parts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     states = vars(optimizer).get("state", {})
     if _SEEN.get(optimizer) is states or is_captured():
         return
+    if optimizer not in _SEEN:
+        optimizer.register_state_dict_post_hook(_give_parts)
     for parameter, state in states.items():
         part = part_of(parameter) if isinstance(parameter, torch.Tensor) else None
         if part is None or part.is_whole:
@@ -124,7 +127,30 @@ def _take_parts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == part.shape:
                 state[name] = value[part.slices].clone()
+            elif isinstance(value, torch.Tensor) and part_of(value) not in (None, part):
+                raise RuntimeError(
+                    f"fully_shard: {name} in the optimizer's state is {part_of(value)}, this rank has {part}: load "
+                    "what this rank saved, or whole tensors (ws.full_state_dict)"
+                )
     _SEEN[optimizer] = states
+
+
+def _give_parts(optimizer: torch.optim.Optimizer, _: Any) -> None:
+    refuse_torchs_full_state()
+    mark_states(optimizer)
+
+
+def refuse_torchs_full_state() -> None:
+    """torch's ``get_model_state_dict(full_state_dict=True)`` would take the parts for whole tensors.
+
+    Raises:
+        CheckpointError: it is what asks.
+    """
+    if asks_for_full_state():
+        raise CheckpointError(
+            "full_state_dict=True: torch.distributed.checkpoint.state_dict does not know parts of our fully_shard\n"
+            "  to do: ws.full_state_dict(model) and ws.full_state_dict(optimizer)"
+        )
 
 
 @cache
