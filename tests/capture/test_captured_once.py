@@ -329,6 +329,27 @@ def test_code_that_switches_to_evaluation_does_not_look_at_the_state() -> None:
     assert compiled.captures == 1 and compiled.recompiles == []
 
 
+@pytest.mark.parametrize("make", [
+    lambda opt: optim.lr_scheduler.StepLR(opt, 1), lambda opt: optim.lr_scheduler.OneCycleLR(opt, 0.1, total_steps=9),
+    lambda opt: optim.lr_scheduler.SequentialLR(
+        opt, [optim.lr_scheduler.ConstantLR(opt), optim.lr_scheduler.ExponentialLR(opt, 0.9)], [2]),
+])  # fmt: skip
+def test_a_step_with_its_schedule_is_captured_once(make: Any) -> None:
+    def step(net: nn.Module, opt: optim.Optimizer, schedule: Any, x: Tensor) -> Tensor:
+        loss = zero_last(net, opt, x)
+        schedule.step()
+        return loss
+
+    compiled = ws.compile(step, fullgraph=True)
+    runs = []
+    for run in (step, compiled):
+        net, opt, x = parts(optim.Adam)
+        schedule = make(opt)
+        losses = torch.stack([run(net, opt, schedule, x) for _ in range(4)])
+        runs.append([losses, *net.parameters(), torch.tensor(schedule.get_last_lr())])
+    assert all(map(torch.equal, *runs)) and compiled.captures == 1 and compiled.recompiles == []
+
+
 class Counting(torch.optim.Optimizer):
     """Counts its steps in its groups or states, as optimizers of libraries do."""
 

@@ -1,11 +1,13 @@
 """Memory that captures leave behind: what refers to itself is freed by the collector, however often one captures."""
 
 import weakref
+from typing import Any
 
 import torch
 
 import wholestep as ws
 from wholestep.patches import Patch, Patches
+from wholestep.trace.outputs import leaks
 
 
 class Garbage:
@@ -23,6 +25,20 @@ def test_garbage_is_collected_while_steps_are_captured() -> None:
         step = ws.compile(lambda x, number=number: x + number, fullgraph=True)
         assert torch.equal(step(torch.ones(2)), torch.ones(2) + number)
     assert sum(ref() is not None for ref in alive) < 55
+
+
+def test_what_histories_keep_alive_is_searched_for_at_once(monkeypatch: Any) -> None:
+    """C++ keeps an object for each operand of a `stack`, and each search looks at all objects that there are."""
+    searches: list[int] = []
+    monkeypatch.setattr(leaks, "_holder", lambda value, known: searches.append(1))
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = torch.stack([x * i for i in range(40)]).sum(0)
+        return y, *torch.autograd.grad(y.sum(), x)
+
+    x = torch.ones(3, requires_grad=True)
+    assert all(map(torch.equal, ws.compile(step, fullgraph=True)(x), step(x)))
+    assert searches == []
 
 
 def test_patches_go_when_they_end() -> None:

@@ -118,17 +118,18 @@ class InitialState:
 
 
 def _looks_inside(wrapper: Any) -> bool:
-    """Whether an optimizer of a library's that wraps others may look at their state in its own step."""
+    """Whether what wraps optimizers, such as a library's or a schedule, may look at their state in its own step."""
     held = vars(wrapper).values() if hasattr(type(wrapper), "step") and hasattr(wrapper, "__dict__") else ()
     if not any(isinstance(value, torch.optim.Optimizer) for value in held):
         return False
-    names = NamesRead(("step", "zero_grad", "train", "eval"))
+    called = {"step", "zero_grad", "train", "eval"}
+    names = NamesRead(called)
     for kind in type(wrapper).__mro__:
         for name, member in vars(kind).items() if not kind.__module__.startswith("torch.optim.") else ():
             method = inspect.unwrap(getattr(member, "fget", member))
             if isinstance(method, FunctionType) and not name.startswith("__"):
                 names.add(method, name)
-    return not _LOOKING.isdisjoint(names.settle())
+    return not _LOOKING.isdisjoint(names.settle() - called)
 
 
 def _state_of(optimizer: torch.optim.Optimizer) -> list[_Made]:
