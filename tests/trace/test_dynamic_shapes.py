@@ -261,3 +261,19 @@ def test_distributions_check_what_they_are_given_at_all_sizes(monkeypatch: pytes
     assert compiled.captures == 1 and not compiled.specialized
     with pytest.raises(ValueError, match="within its constraint"):
         compiled(torch.full((5, 3), torch.nan))
+
+
+@pytest.mark.parametrize("fn", [
+    lambda x: x ** (x.size(0) / 2), lambda x: x * float(f"{x.size(0) * 1.0}"), lambda x: x.norm(x.size(0) * 1.0),
+    lambda x: x * int(x.size(0) * 0.5),
+], ids=["power", "text", "norm", "integer"])  # fmt: skip
+def test_numbers_of_sizes_that_python_or_a_backward_needs_are_those_of_each_call(fn: Any) -> None:
+    compiled = ws.compile(fn, dynamic=True)
+    for size in (3, 4, 5, 4):
+        ends = []
+        for form in (fn, compiled):
+            leaf = torch.linspace(0.5, 1.5, size).requires_grad_()
+            y = form(leaf)
+            y.sum().backward()
+            ends.append((y.detach(), leaf.grad))
+        assert all(map(torch.equal, *ends))

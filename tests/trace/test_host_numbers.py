@@ -321,3 +321,28 @@ def test_powers_that_are_none_are_refused_as_in_eager() -> None:
     assert torch.equal(compiled(x, 4.0), x / 4)
     with pytest.raises(ZeroDivisionError):
         compiled(x, 0.0)
+
+
+@pytest.mark.parametrize("outside", [True, False])
+@pytest.mark.parametrize("power", [
+    lambda x, k: x**k.item(), lambda x, k: k.item() ** x, lambda x, k: (x * 1).pow_(-k.item()),
+    lambda x, k: torch._foreach_pow([x], k.item() - 2)[0],
+], ids=["exponent", "base", "in place", "list"])  # fmt: skip
+def test_gradients_of_integer_powers_that_only_the_step_knows(power: Use, outside: bool) -> None:
+    def step(x: Tensor, k: Tensor) -> Tensor:
+        y = power(x, k).sum()
+        if not outside:
+            y.backward()
+        return y
+
+    compiled = ws.compile(step)
+    for value in (2, 1, 3):
+        x = torch.arange(1.0, 4.0)
+        ends = []
+        for form in (step, compiled):
+            leaf = x.clone().requires_grad_()
+            y = form(leaf, torch.tensor(value))
+            if outside:
+                y.backward()
+            ends.append((y.detach(), leaf.grad))
+        assert all(map(torch.equal, *ends))

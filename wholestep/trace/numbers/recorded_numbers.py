@@ -29,7 +29,7 @@ from wholestep.trace.numbers.decisions import (
     unknown,
 )
 from wholestep.trace.numbers.host_numbers import HostNode, make_host
-from wholestep.trace.numbers.symbolic_sizes import is_size
+from wholestep.trace.numbers.symbolic_sizes import decided, is_size
 from wholestep.trace.record.caught_errors import is_caught
 from wholestep.trace.record.inputs import Inputs
 from wholestep.trace.record.provenance import user_line
@@ -169,6 +169,8 @@ class RecordedNumbers:
             if not (self.may_decide and isinstance(info(node).value, bool)):
                 raise unknown(line)
             refuse_repeated(node.graph.nodes, line)
+        if fixed:
+            decided([one.args for one in nodes])  # for these sizes alone, where it follows from symbols
         found = self.real.of(node, line)
         if known and not fixed:
             self.predicates[node] = self.real.guard(node, nodes, found, line)

@@ -33,7 +33,7 @@ from wholestep.torch_compat import (
 )
 from wholestep.trace.functionalize.storage_resize import OWNERS
 from wholestep.trace.numbers.decisions import OTHERWISE
-from wholestep.trace.numbers.host_numbers import HostNode, make_host, plain
+from wholestep.trace.numbers.host_numbers import HostInt, HostNode, make_host, plain
 from wholestep.trace.numbers.recorded_numbers import PythonCall
 from wholestep.trace.numbers.symbolic_sizes import is_host, is_made
 from wholestep.trace.operators.tables import ESCAPES, MEMORY_READS
@@ -178,6 +178,13 @@ class TorchCalls(TorchFunctionMode):
         self.recorder.builder.emit(Required(f"{what} (at {user_line()})"), (self.inputs.read(out),), value=())
         return True
 
+    def _power(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A power; autograd compares its numbers with 0, which symbols for integers cannot be, but those for floats."""
+        given = map_leaves(lambda leaf: leaf * 1.0 if type(leaf) is HostInt else leaf, args)
+        dtypes = {leaf.dtype for leaf in leaves(args) if isinstance(leaf, torch.Tensor)}
+        whole = any(not (dtype.is_floating_point or dtype.is_complex) for dtype in dtypes)
+        return self.call(func, args if whole else given, kwargs)
+
     def _refuse(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in RECURRENT and not isinstance(args[3], (list, tuple)):
             return self.call(func, args, kwargs)
@@ -197,6 +204,11 @@ REFUSED: dict[Any, tuple[str, str]] = {
     **dict.fromkeys(COMPRESSED, ("makes a tensor that no fake one can stand for", "use dense tensors")),
 }
 
+POWERS = (
+    torch.pow, torch._foreach_pow, torch._foreach_pow_,
+    *(getattr(torch.Tensor, name) for name in "pow pow_ __pow__ __rpow__ __ipow__".split()),
+)  # fmt: skip
+
 # What says whether an input is a view, of what, and in which mode it was made.
 ORIGIN = {GET_BASE: "base", IS_VIEW: "being a view", torch.is_inference: "inference mode",
           torch.Tensor.is_inference: "inference mode"}  # fmt: skip
@@ -206,6 +218,7 @@ HANDLERS: dict[Any, Callable[[TorchCalls, Any, Any, Any], Any]] = {
     GET_VERSION: TorchCalls._version,
     **dict.fromkeys(ORIGIN, TorchCalls._origin),
     **dict.fromkeys((IS_ALL_TRUE, torch.Tensor.all), TorchCalls._all_true),
+    **dict.fromkeys(POWERS, TorchCalls._power),
     **dict.fromkeys(REFUSED, TorchCalls._refuse),
     **BY_OPERATORS,
 }  # fmt: skip
