@@ -323,7 +323,7 @@ def goes_on_after_an_error(where: str) -> tuple[list[Any], list[Any]]:
     """What each of six calls gives, of which one raises on rank 1, in a hook or in the step; then the parameters."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-    opt = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    opt = torch.optim.AdamW(model.parameters(), 0.1)  # its counts are written at once
     fails = [False]
 
     def fail(*args: Any) -> None:

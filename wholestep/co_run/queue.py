@@ -64,6 +64,7 @@ class Queue(UnwrappedDispatchMode):
         self._slots = Slots(ranks, self._views)
         self._signatures, self._run, self._running, self.known = signatures, run, False, True
         self._paused, self.watch = False, ExtensionWatch(self.flush)
+        self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # with plans: written at once since the last flush
         self._begin()
 
     def _begin(self) -> None:
@@ -104,6 +105,8 @@ class Queue(UnwrappedDispatchMode):
         if self._undeferred:
             return func(*args, **kwargs)
         if args and not facts.random and self._is_small(args):
+            if self._ranks is not None:
+                self._counts += [(tensor, tensor.clone()) for tensor in self._written(facts, args, kwargs)]
             return func(*args, **kwargs)
         key, node = self.looked_up(facts, args, kwargs, facts.any_float)
         if node is MISSING:
@@ -374,7 +377,10 @@ class Queue(UnwrappedDispatchMode):
             del made
             try:
                 self._run(node, segment, tensors, numbers)
+                self._counts.clear()
             finally:
+                for tensor, before in reversed(self._counts):  # a rank has failed: what it deferred has not happened
+                    tensor.copy_(before)
                 self._running = False
                 self._views.keep(self._held)
 
