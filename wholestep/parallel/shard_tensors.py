@@ -136,7 +136,8 @@ def _take_parts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def _give_parts(optimizer: torch.optim.Optimizer, _: Any) -> None:
-    refuse_torchs_full_state()
+    if any(part_of(parameter) is not None for group in optimizer.param_groups for parameter in group["params"]):
+        refuse_torchs_full_state()
     mark_states(optimizer)
 
 
