@@ -153,7 +153,7 @@ class LikeUpdates:
             return Update(calls, reads, news, counts)
 
     def _since(self, size: int) -> list[fx.Node]:
-        nodes = reversed(self.graph.nodes)
+        nodes = iter(reversed(self.graph.nodes))
         return [next(nodes) for _ in range(len(self.graph.nodes) - size)][::-1]
 
     def _asked(self) -> tuple[int, ...]:
