@@ -629,7 +629,8 @@ def checkpointed(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("zeros", [0, 1, 2])
 @pytest.mark.parametrize("fn", [lambda x: x.prod(), lambda x: x.prod(1), lambda x: (x * 2).prod(0, keepdim=True),
-                                lambda x: x.cumprod(-1), lambda x: x.t().cumprod(0)])  # fmt: skip
+                                lambda x: x.t().prod(0), lambda x: x.t().prod(1), lambda x: x.cumprod(-1),
+                                lambda x: x.t().cumprod(0)])  # fmt: skip
 def test_a_product_is_differentiated_by_the_formula_that_eager_chooses(fn: Any, zeros: int) -> None:
     x = torch.randn(4, 7)
     compiled, backwards = aot_function(fn, "aten"), compiled_backward(CompileCounter())
