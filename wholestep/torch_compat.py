@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
@@ -676,6 +676,16 @@ def parse_schema(text: str) -> Any:
 
 count_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """How many `TorchDispatchMode`s the calling thread is inside of."""
+
+
+PROFILER: tuple[dict[str, Any], str] = vars(torch.autograd.profiler), "_is_profiler_enabled"
+"""A dict and its key of what is True while a profiler runs in this process."""
+
+
+def begin_profiled_range(name: str, *tensors: torch.Tensor) -> Callable[[], None]:
+    """Begins a range of a profile, with the shapes of these tensors; gives what ends it."""
+    return partial(torch._C._autograd._record_function_with_args_exit,
+                   torch._C._autograd._record_function_with_args_enter(name, *tensors))  # fmt: skip
 
 
 def gloo_options(engine: Any, address: str, timeout: timedelta) -> Any:

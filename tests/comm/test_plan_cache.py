@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholestep import comm
@@ -69,6 +70,26 @@ def in_turn():
 def test_the_second_call_gives_the_same_without_python():
     for first, again in run_ranks(in_turn, 3, "shm"):
         assert first == again and first[1]
+
+
+def profiled():
+    x = torch.ones(4)
+    for _ in range(2):
+        comm.all_reduce(x)
+    with profile(record_shapes=True) as seen:
+        comm.all_reduce(x)
+        comm.broadcast(x, 0, async_op=True).wait()
+        comm.barrier()
+    comm.all_reduce(x)
+    return [(one.name, one.input_shapes) for one in seen.events() if one.name.startswith(comm.get_backend())]
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])  # one profiler a process
+def test_profiles_have_a_range_for_each_collective(transport):
+    for found in run_ranks(profiled, 2, transport):
+        assert [name for name, _ in found[:2]] == [f"{transport}:all_reduce", f"{transport}:broadcast"]
+        assert found[0][1] == [[4]]
+        assert transport == "gloo" or found[2:] == [(f"{transport}:barrier", [])]
 
 
 def lists_of_other_shapes():

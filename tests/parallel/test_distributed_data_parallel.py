@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import tests.support.parallel_ranks as programs
+from wholestep.errors import UnsupportedError
+from wholestep.parallel import DistributedDataParallel
 from wholestep.parallel.buckets import bucket_assignment, views_of
 from wholestep.testing import run_ranks
 
@@ -62,7 +64,7 @@ def test_hooks_that_fail_are_errors_on_all_ranks(transport, name, words):
 
 
 def test_logging_data_are_torchs(tmp_path):
-    ours_alone = {"backend_name", "bucket_sizes", "comm_hook"}  # torch's first buckets hold everything
+    ours_alone = {"backend_name", "bucket_sizes"}  # torch's first buckets hold everything
     for each in run_ranks(programs.logs_as_stock, 2, args=(str(tmp_path / "store"),)):
         assert len(each) == 8
         for number, fields in enumerate(each):
@@ -70,6 +72,27 @@ def test_logging_data_are_torchs(tmp_path):
             if number in (0, 1, 6, 7):
                 differing = {name for name, (stock, ours) in fields.items() if stock != ours}
                 assert differing <= ours_alone, fields
+
+
+def newer_arguments():
+    made, same = DistributedDataParallel, {"skip_all_reduce_unused_params": True, "batched_grad_copy": True}
+    ddp = made(programs.Net(), bucket_cap_mb_list=[0.0001, 1], **same)
+    sizes = [bucket.nbytes for bucket in ddp.reducer.buckets]
+    for settings in ({"mixed_precision": object()}, {"param_to_hook_all_reduce": object()}):
+        with pytest.raises(UnsupportedError, match=f"(?s){next(iter(settings))}.*to do: "):
+            made(programs.Net(), **settings)
+    ddp(programs.rows(0, 0))
+    (next(ddp.parameters()) ** 2).sum().backward()
+    with pytest.raises(RuntimeError, match="Expected to have finished") as failure:
+        ddp(programs.rows(0, 0))
+    said = ddp.logging_data()
+    assert (said["has_error"], said["error"], said["bucket_cap_bytes"]) == (1, str(failure.value), 2**20)
+    return sizes, sum(p.nbytes for p in ddp.parameters())
+
+
+def test_arguments_of_newer_releases_are_served_or_refused():
+    ((sizes, total),) = run_ranks(newer_arguments, 1, "thread")
+    assert len(sizes) > 1 and sum(sizes) == total and sizes[0] < sizes[1]
 
 
 def test_ignored_parameters_and_saved_states():

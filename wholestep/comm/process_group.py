@@ -74,12 +74,14 @@ class ProcessGroup:
         labels: what errors call each rank: its number in the world.
         timeout: for each collective.
         sequence: collectives started.
+        in_profiles: whether the backend has profilers see its collectives by itself.
     """
 
     group_name: str = ""
     backend_name: str = ""
     timeout: timedelta = DEFAULT_TIMEOUT
     sequence: int = 0
+    in_profiles = False
     ends_with_fork = True  # a forked process cannot use it
 
     def __init__(self, rank: int, size: int) -> None:

@@ -32,17 +32,18 @@ class BucketReduction:
     Args:
         named: names and parameters, in the module's order.
         group: whose ranks reduce.
-        limits: bytes of the first and of all other buckets.
+        limits: bytes of the first, second, … bucket; the last holds for all further ones.
         as_view: gradients are views of the buckets.
         sparse: indices of parameters whose gradients are sparse.
 
     Attributes:
         divisor: of the sum over the ranks; None for their number.
         unused: parameters, here, of which the outputs of this forward do not depend.
+        error: what the last failure said.
     """
 
     def __init__(
-        self, named: list[tuple[str, torch.nn.Parameter]], group: comm.ProcessGroup, limits: tuple[int, int],
+        self, named: list[tuple[str, torch.nn.Parameter]], group: comm.ProcessGroup, limits: tuple[int, ...],
         as_view: bool, sparse: set[int],
     ) -> None:  # fmt: skip
         self.names = [name for name, _ in named]
@@ -53,6 +54,7 @@ class BucketReduction:
         self.hook: tuple[Hook, Any] | None = None
         self.order = list(reversed(range(len(named))))
         self.unused: set[int] = set()
+        self.error = ""
         self._overlaps = not cores_are_busy(group.group_name)
         self.times = StepTimes()
         self._fill_buckets()

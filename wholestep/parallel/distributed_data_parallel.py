@@ -43,12 +43,16 @@ class DistributedDataParallel(nn.Module, Joinable):
         init_sync: models are compared, and rank 0's parameters and buffers become all ranks' now.
         process_group: whose ranks take part; None for all.
         bucket_cap_mb: MiB of gradients that are sent together; None for 1 at first, then 25.
+        bucket_cap_mb_list: the same for the first, second, … bucket, the last for all further ones.
         find_unused_parameters: parameters that a forward's outputs do not depend on may be left without a gradient.
         gradient_as_bucket_view: gradients live in the memory that is sent.
         static_graph: each backward uses the same parameters equally often.
         device_mesh: of one axis, in the place of ``process_group``.
+        batched_grad_copy, skip_all_reduce_unused_params: torch's, which change nothing: gradients are always copied
+            together, and those that no rank used are known after the reduction.
 
     Raises:
+        UnsupportedError: torch's ``mixed_precision``, ``delay_all_reduce_named_params``, ``param_to_hook_all_reduce``.
         RuntimeError: no parameter requires a gradient.
         ValueError: parameters are on several types of devices, on ``meta``, not where ``device_ids`` says, or parts.
         DistMismatchError: the ranks' models differ.
@@ -59,10 +63,24 @@ class DistributedDataParallel(nn.Module, Joinable):
         broadcast_buffers: bool | None = None, init_sync: bool = True,
         process_group: comm.ProcessGroup | None = None, bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False, check_reduction: bool = False, gradient_as_bucket_view: bool = False,
-        static_graph: bool = False, *, device_mesh: Any = None, forward_sync_buffers: bool | None = None,
+        static_graph: bool = False, delay_all_reduce_named_params: Any = None, param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None, device_mesh: Any = None, skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[float] | None = None, batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         Joinable.__init__(self)
+        if mixed_precision is not None:
+            raise UnsupportedError(
+                "DistributedDataParallel with mixed_precision",
+                remedy="torch.autocast around forward and loss, bf16_compress_hook for what is sent, or "
+                "fully_shard(mp_policy=MixedPrecisionPolicy(…))",
+            )
+        if delay_all_reduce_named_params is not None or param_to_hook_all_reduce is not None:
+            raise UnsupportedError(
+                "DistributedDataParallel with delay_all_reduce_named_params and param_to_hook_all_reduce",
+                remedy="leave them out: buckets are sent in the order in which their gradients come",
+            )
         if device_mesh is not None:
             if process_group is not None:
                 raise RuntimeError(
@@ -93,20 +111,21 @@ class DistributedDataParallel(nn.Module, Joinable):
         if init_sync:
             require_equal_models("DistributedDataParallel", module, named, self.process_group)
             self._broadcast([*self._own, *(self._buffers_now() if init_buffers else [])], 0)
-        cap = int((25 if bucket_cap_mb is None else bucket_cap_mb) * 2**20)
-        self._limits = (FIRST_BUCKET_BYTES if bucket_cap_mb is None else cap, cap)
+        caps = [25.0 if bucket_cap_mb is None else bucket_cap_mb] if not bucket_cap_mb_list else bucket_cap_mb_list
+        first = [FIRST_BUCKET_BYTES] * (bucket_cap_mb is None and not bucket_cap_mb_list)
+        self._limits = (*first, *(int(cap * 2**20) for cap in caps))
         self._make_reducer()
         self.register_load_state_dict_pre_hook(_with_prefix)
 
     def _make_reducer(self) -> None:
-        first, cap = self._limits
+        first, cap = min(FIRST_BUCKET_BYTES, self._limits[0]), self._limits[-1]
         for one in self.module.parameters():
-            set_bucket(one, (min(FIRST_BUCKET_BYTES, cap), cap) if any(one is p for _, p in self._named) else None)
+            set_bucket(one, (first, cap) if any(one is p for _, p in self._named) else None)
         tables = (one for one in self.module.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag)))
         weights = {id(one.weight) for one in tables if one.sparse}
         sparse = {i for i, (_, one) in enumerate(self._named) if id(one) in weights}
         self.reducer = GradientReducer(
-            self._named, self.process_group, (first, cap), self.gradient_as_bucket_view, self.find_unused_parameters,
+            self._named, self.process_group, self._limits, self.gradient_as_bucket_view, self.find_unused_parameters,
             self.static_graph, sparse,
         )  # fmt: skip
         self.backward_state = self.reducer.backward
@@ -119,7 +138,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """
         if self.process_group is not joined_group(None, _device_type(self.module)):
             raise RuntimeError("DistributedDataParallel: only a wrapper of the default process group can be saved")
-        made = {"process_group", "reducer", "backward_state", "comm_hook"}
+        made = {"process_group", "reducer", "backward_state", "comm_hook", "hook_name"}
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -256,6 +275,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self.reducer.hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self.reducer.set_hook(hook, state)
+        self.hook_name = getattr(hook, "__qualname__", type(hook).__qualname__)
         self.comm_hook = hook, state, getattr(state, "__dict__", None)  # for captured steps to see
 
     def register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
@@ -269,6 +289,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if name not in BUILTIN_HOOKS:
             raise ValueError(f"register_builtin_comm_hook: one of {', '.join(BUILTIN_HOOKS)} is required, found {name}")
         self.register_comm_hook(self.process_group, BUILTIN_HOOKS[name])
+        self.hook_name = f"BuiltinCommHookType.{name}"
 
     def logging_data(self) -> dict[str, Any]:
         """Settings, buckets and times, by torch's names (`logging_data.py`)."""

@@ -72,7 +72,7 @@ def logging_data(wrapper: Any) -> dict[str, Any]:
         "total_parameter_size_bytes": sum(p.nbytes for p in reducer.parameters),
         "num_parameter_tensors": len(reducer.parameters),
         "broadcast_buffers": int(wrapper.forward_sync_buffers),
-        "bucket_cap_bytes": reducer.limits[-1],
+        "bucket_cap_bytes": max(reducer.limits),
         "find_unused_parameters": int(wrapper.find_unused_parameters),
         "gradient_as_bucket_view": int(wrapper.gradient_as_bucket_view),
         "static_graph": int(wrapper.static_graph),
@@ -83,7 +83,9 @@ def logging_data(wrapper: Any) -> dict[str, Any]:
         **{name.lower(): os.environ.get(name, "N/A") for name in _ENVIRONMENT},
     }
     if reducer.hook is not None:
-        found["comm_hook"] = getattr(reducer.hook[0], "__qualname__", type(reducer.hook[0]).__qualname__)
+        found["comm_hook"] = wrapper.hook_name
+    if reducer.error:
+        found |= {"has_error": 1, "error": reducer.error}
     if wrapper.has_joined:
         found["join_uneven_inputs"] = 1
     if reducer.times.iterations:

@@ -43,7 +43,7 @@ class GradientReducer(BucketReduction):
     """
 
     def __init__(
-        self, named: list[tuple[str, torch.nn.Parameter]], group: comm.ProcessGroup, limits: tuple[int, int],
+        self, named: list[tuple[str, torch.nn.Parameter]], group: comm.ProcessGroup, limits: tuple[int, ...],
         as_view: bool, find_unused: bool, static: bool, sparse: set[int],
     ) -> None:  # fmt: skip
         super().__init__(named, group, limits, as_view, sparse)
@@ -85,7 +85,7 @@ class GradientReducer(BucketReduction):
             RuntimeError: the last backward has left parameters without a gradient.
         """
         if self._begun or self.backward.arrived:
-            raise RuntimeError(self._unfinished())
+            raise self._failure(self._unfinished())
         self.backward.expected = True
         early = [] if self.times.iterations else [one for one in self.parameters if hasattr(one, IN_BACKWARD)]
         if early:
@@ -104,6 +104,10 @@ class GradientReducer(BucketReduction):
         if self.find_unused:
             reached = nodes_behind(outputs)
             self.unused = {i for i, node in enumerate(self._nodes) if node not in reached}
+
+    def _failure(self, words: str) -> RuntimeError:
+        self.error = words
+        return RuntimeError(words)
 
     def _unfinished(self) -> str:
         left = {i for i, count in enumerate(self._remaining) if count} - {*self.backward.arrived, *self._noted}
@@ -184,13 +188,13 @@ class GradientReducer(BucketReduction):
         if left > 0:
             return
         if left < 0 and self._triggers is not None:
-            raise RuntimeError(
+            raise self._failure(
                 "Your training graph has changed in this iteration: parameter "
                 f"{self.names[index]} (index {index}) was used more often than in the first one, which "
                 "static_graph=True holds for all; to do: leave static_graph out"
             )
         if left < 0:
-            raise RuntimeError(
+            raise self._failure(
                 f"Expected to mark a variable ready only once. Parameter {self.names[index]} (index {index}) was "
                 "marked ready more than once in one backward: it is used outside of the forward, or by several "
                 "reentrant checkpoints; to do: pass static_graph=True if each iteration takes the same way, use "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import getitem
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from wholestep.comm.process_group import Options, ProcessGroup
 from wholestep.comm.reduce_op import RedOpType, ReduceOp, as_op
 from wholestep.comm.work import All, Work
 from wholestep.errors import DistError
+from wholestep.torch_compat import PROFILER, begin_profiled_range
 
 Group = ProcessGroup | str | None
 Op = ReduceOp | RedOpType | str
@@ -130,12 +132,19 @@ def waited(work: Work, async_op: bool) -> Work | None:
 def launch(
     group: ProcessGroup, what: str, like: torch.Tensor | None, async_op: bool, start: Callable[[ProcessGroup], Work]
 ) -> Work | None:
-    """Starts a collective on the group's backend for the tensor's device, records it and, unless async, waits."""
+    """Starts a collective on the group's backend for the tensor's device, records it and, unless async, waits.
+
+    In profiles it is a range, which ends when the collective has been waited for.
+    """
     if isinstance(group, DeviceGroup) and like is not None:
         group = group.for_device(like.device.type)
-    entry = flight_recorder.begin(group, what, like)
+    entry, end = flight_recorder.begin(group, what, like), None
+    if getitem(*PROFILER) and not group.in_profiles:
+        end = begin_profiled_range(f"{group.name()}:{what}", *([] if like is None else [like]))
     try:
         work = start(group)
+        if end is not None:
+            work = All([work], work._result or [], end)
         if async_op:
             return flight_recorder.under_way(entry, work, group)
         work.wait()

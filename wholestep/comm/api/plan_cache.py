@@ -2,8 +2,8 @@
 
 A public collective under `with_plan_cache` is a callable of `native/cached_call.c`. A call that has a plan, because it
 was made before in the same way on a shared-memory group (same reduction, group, root, dtypes and shapes; plain
-contiguous CPU tensors, of one shape in a list; no dispatch mode active), it runs itself. Any other call goes to the
-Python function, which leaves a plan by `learn`.
+contiguous CPU tensors, of one shape in a list; no dispatch mode, no profiler), it runs itself. Any other call goes to
+the Python function, which leaves a plan by `learn`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from wholestep.comm.reduce_op import RedOpType, as_op
 from wholestep.comm.shared_tensors import native
 from wholestep.comm.work import Work
 from wholestep.errors import DistError
-from wholestep.torch_compat import count_dispatch_modes
+from wholestep.torch_compat import PROFILER, count_dispatch_modes
 
 _PLAIN = ["float32", "float64", "float16", "bfloat16", "uint8", "int8", "int16", "int32", "int64"]
 _DTYPES = {getattr(torch, name) for name in _PLAIN}
@@ -38,7 +38,7 @@ def _set_up() -> bool:
         native is not None
         and type(capsule).__name__ == "PyCapsule"
         and native.quick_setup(
-            capsule, torch.Tensor, count_dispatch_modes, flight_recorder.ring, "started", "completed"
+            capsule, torch.Tensor, count_dispatch_modes, flight_recorder.ring, "started", "completed", *PROFILER
         )
     )
 

@@ -140,6 +140,8 @@ class C10dGroup(ProcessGroup):
         DistBackendError: this build of torch has no such engine.
     """
 
+    in_profiles = True
+
     def __init__(
         self, backend: str, store: Store, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT,
         checked: bool = True,
