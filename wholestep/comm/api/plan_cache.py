@@ -38,12 +38,14 @@ def _set_up() -> bool:
         native is not None
         and type(capsule).__name__ == "PyCapsule"
         and native.quick_setup(
-            capsule, torch.Tensor, count_dispatch_modes, flight_recorder.ring, "started", "completed", *PROFILER
+            capsule, torch.Tensor, count_dispatch_modes, flight_recorder.ring, "started", "completed"
         )
     )
 
 
 available = _set_up()
+if native is not None and hasattr(native, "quick_profiler"):  # not in an extension built before
+    native.quick_profiler(*PROFILER)
 
 
 def with_plan_cache(row: Collective) -> Callable[[Function], Function]:

@@ -20,7 +20,7 @@ typedef struct { /* DLPackExchangeAPI */
 } exchange_t;
 
 static plan_t *plans[PLANS];
-static PyObject *tensor_type, *count_modes, *profiler, *enabled; /* profiler[enabled]: True while one runs */
+static PyObject *tensor_type, *count_modes, *profiler, *enabled;
 static const exchange_t *exchange;
 static int paused;
 
@@ -118,19 +118,26 @@ void plans_forget(void) {
     }
 }
 
-/* quick_setup(exchange capsule, type, modes, ring, started, completed, profiler, enabled) */
+/* quick_setup(exchange capsule, type, modes, ring, started, completed) */
 PyObject *py_quick_setup(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     (void)self;
-    if (n != 8) return PyErr_Format(PyExc_TypeError, "quick_setup takes 8 arguments");
+    if (n != 6) return PyErr_Format(PyExc_TypeError, "quick_setup takes 6 arguments");
     const exchange_t *found = PyCapsule_GetPointer(a[0], "dlpack_exchange_api");
     if (!found) return NULL;
     PyObject **kept[] = {&tensor_type, &count_modes};
     for (int i = 0; i < 2; i++) Py_INCREF(a[i + 1]), *kept[i] = a[i + 1];
-    Py_INCREF(a[6]), profiler = a[6];
-    Py_INCREF(a[7]), enabled = a[7];
     flights_setup(a[3], a[4], a[5]);
     exchange = found->major == 1 && found->view_of ? found : NULL;
     return PyBool_FromLong(exchange != NULL);
+}
+
+/* quick_profiler(profiler, enabled): while profiler[enabled] is True nothing is found */
+PyObject *py_quick_profiler(PyObject *self, PyObject *const *a, Py_ssize_t n) {
+    (void)self;
+    if (n != 2) return PyErr_Format(PyExc_TypeError, "quick_profiler takes 2 arguments");
+    Py_INCREF(a[0]), Py_INCREF(a[1]);
+    profiler = a[0], enabled = a[1];
+    Py_RETURN_NONE;
 }
 
 /* quick_pause(by): while the sum is above 0 nothing is found */
@@ -168,7 +175,8 @@ PyObject *py_learn(PyObject *self, PyObject *const *a, Py_ssize_t n) {
 /* The plan for a call, and where its tensors lie. NULL: there is none, or a recorder or profiler is to see the call. */
 const plan_t *plan_for(PyObject *const *a, side_t *out, side_t *in) {
     plan_key_t key;
-    if (!exchange || paused || PyDict_GetItem(profiler, enabled) == Py_True || !key_of(a, &key, out, in)) return NULL;
+    if (!exchange || paused || !key_of(a, &key, out, in)) return NULL;
+    if (profiler && PyDict_GetItem(profiler, enabled) == Py_True) return NULL;
     const plan_t *p = *place_of(&key);
     if (!p || !same(&p->key, &key)) return NULL;
     PyObject *modes = PyObject_CallNoArgs(count_modes);

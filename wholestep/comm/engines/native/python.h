@@ -65,6 +65,7 @@ const plan_t *plan_for(PyObject *const *a, side_t *out, side_t *in);
 void plans_forget(void);
 PyObject *py_quick_setup(PyObject *self, PyObject *const *a, Py_ssize_t n);
 PyObject *py_quick_pause(PyObject *self, PyObject *const *a, Py_ssize_t n);
+PyObject *py_quick_profiler(PyObject *self, PyObject *const *a, Py_ssize_t n);
 PyObject *py_learn(PyObject *self, PyObject *const *a, Py_ssize_t n);
 
 /* cached_call.c */
