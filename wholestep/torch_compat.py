@@ -547,12 +547,13 @@ direct_call: Callable[[OpOverload], Callable[..., Any]] = operator.attrgetter("_
 """The C++ entry of an overload, without the Python frame around it (1.7 instead of 2.1 µs a call)."""
 
 
-def mkl_square_root() -> int:
-    """Address of ``void vmsSqrt(int n, const float *a, float *r, int64 mode)`` in the MKL within torch; 0 for none.
+def mkl_square_root() -> tuple[int, int]:
+    """Addresses in the MKL within torch, 0 for none: the square root, and what sets this thread's number of threads.
 
-    torch's own square root calls it on the CPU, and it does not round correctly.
+    ``void vmsSqrt(int n, const float *a, float *r, int64 mode)``, which torch's own square root calls on the CPU, and
+    which does not round correctly; ``int MKL_Set_Num_Threads_Local(int n)``, which returns the number before.
     """
-    return _address("vmsSqrt")
+    return _address("vmsSqrt"), _address("MKL_Set_Num_Threads_Local")
 
 
 @cache

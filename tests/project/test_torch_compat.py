@@ -688,13 +688,15 @@ def test_a_schema_is_read():
 
 
 def test_mkls_square_root_is_that_of_torch():
-    address = mkl_square_root()
-    assert bool(address) == ("MKL" in torch.__config__.show() and "BLAS_INFO=mkl" in torch.__config__.show())
+    address, threads = mkl_square_root()
+    assert bool(address) == bool(threads) == ("MKL" in torch.__config__.show() and "BLAS_INFO=mkl" in torch.__config__.show())
     if address:
         kernel = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)(address)
         x, made = torch.rand(1000), torch.empty(1000)
         kernel(1000, x.data_ptr(), made.data_ptr(), 0x2 | 0x100 | 0x140000)
         assert torch.equal(made, torch.sqrt(x))
+        local = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(threads)
+        assert [local(1), local(3), local(0), local(0)] == [0, 1, 3, 0]
 
 
 def test_the_blas_is_that_of_torchs_products():

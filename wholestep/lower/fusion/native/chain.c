@@ -69,7 +69,15 @@ CLONES static void lerp_fused(Py_ssize_t n, float *r, const float *a, const floa
  * calling it alone. A zero takes it five times as long as a number, and is its own root. */
 typedef void mkl_t(int n, const float *a, float *r, int64_t mode);
 static mkl_t *mkl_sqrt;
+static int (*mkl_threads)(int);
 static int64_t mkl_mode;
+
+/* On this thread alone: to ask for the threads of one block takes MKL three times as long as its roots. */
+static void roots(Py_ssize_t n, const float *a, float *r) {
+    int before = mkl_threads(1);
+    mkl_sqrt((int)n, a, r, mkl_mode);
+    mkl_threads(before);
+}
 
 CLONES static int zeros(Py_ssize_t n, const float *a) {
     int found = 0;
@@ -87,13 +95,13 @@ static void root_mkl(Py_ssize_t n, float *r, const float *a, const float *b, con
     (void)b, (void)c, (void)s, (void)t;
     int found = zeros(n, a);
     if (!found) {
-        mkl_sqrt((int)n, a, r, mkl_mode);
+        roots(n, a, r);
     } else if (found == n) {
         memmove(r, a, (size_t)n * sizeof *r);
     } else {
         float shielded[BLOCK];
         shield(n, shielded, a);
-        mkl_sqrt((int)n, shielded, shielded, mkl_mode);
+        roots(n, shielded, shielded);
         keep_zeros(n, r, a, shielded);
     }
 }
@@ -274,13 +282,13 @@ static PyObject *py_run_part(PyObject *self, PyObject *const *args, Py_ssize_t n
     return (void)self, call(args, n, 1);
 }
 
-/* use_mkl(address of vmsSqrt, mode) */
+/* use_mkl(address of vmsSqrt, of MKL_Set_Num_Threads_Local, mode) */
 static PyObject *py_use_mkl(PyObject *self, PyObject *args) {
     (void)self;
-    unsigned long long address;
+    unsigned long long root, threads;
     long long mode;
-    if (!PyArg_ParseTuple(args, "KL", &address, &mode)) return NULL;
-    mkl_sqrt = (mkl_t *)(uintptr_t)address, mkl_mode = mode;
+    if (!PyArg_ParseTuple(args, "KKL", &root, &threads, &mode)) return NULL;
+    mkl_sqrt = (mkl_t *)(uintptr_t)root, mkl_threads = (int (*)(int))(uintptr_t)threads, mkl_mode = mode;
     Py_RETURN_NONE;
 }
 
