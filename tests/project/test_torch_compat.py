@@ -689,7 +689,8 @@ def test_a_schema_is_read():
 
 def test_mkls_square_root_is_that_of_torch():
     address, threads = mkl_square_root()
-    assert bool(address) == bool(threads) == ("MKL" in torch.__config__.show() and "BLAS_INFO=mkl" in torch.__config__.show())
+    configuration = torch.__config__.show()
+    assert bool(address) == bool(threads) == ("MKL" in configuration and "BLAS_INFO=mkl" in configuration)
     if address:
         kernel = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)(address)
         x, made = torch.rand(1000), torch.empty(1000)

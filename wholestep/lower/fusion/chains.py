@@ -33,8 +33,8 @@ if not hasattr(native, "use_openmp"):  # built from older source
 aten = torch.ops.aten
 _MKL_MODE = 0x2 | 0x100 | 0x140000  # high accuracy, no error state, subnormals kept: as torch calls it
 _MEMORY, _SCRATCH, _GIVEN, _PART = range(4)
-# Elements from which torch's kernels run on several threads where there are some. A chain runs on the same ones: with threads
-# of its own beside them, which spin for a while after each kernel, BERT-base's step took 2.2 of eager's time, not 0.75.
+# Elements from which torch's kernels run on several threads where there are some. A chain runs on the same ones: with
+# its own beside them, which spin for a while after each kernel, BERT-base's step took 2.2 of eager's time, not 0.75.
 SHARED_FROM = 1 << 15
 
 
