@@ -139,8 +139,9 @@ def _holders(modules: int) -> list[tuple[ModuleType, str, Callable[..., Any]]]:
     wanted = {id(f): f for f in (*GETTERS, *(setter for _, setter in SETTERS.values()))}
     loaded = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "torch"]
     tables = {id(vars(module)): module for module in loaded if isinstance(module, ModuleType)}
-    members = [(module, name, value) for module in tables.values() for name, value in list(vars(module).items())]
-    return [(module, name, wanted[id(value)]) for module, name, value in members if id(value) in wanted]
+    holders = [module for module in tables.values() if not wanted.keys().isdisjoint(map(id, [*vars(module).values()]))]
+    members = [(module, name, id(value)) for module in holders for name, value in list(vars(module).items())]
+    return [(module, name, wanted[value]) for module, name, value in members if value in wanted]
 
 
 def _shown(function: Callable[..., Any], args: tuple[Any, ...]) -> str:

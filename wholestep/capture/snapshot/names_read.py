@@ -72,11 +72,16 @@ def _formats_any(code: types.CodeType) -> bool:
                for before, i in asked)  # fmt: skip
 
 
+def _uses(code: types.CodeType, opname: str) -> bool:
+    return dis.opmap[opname] in code.co_code[::2]
+
+
 def _matched(code: types.CodeType) -> Iterator[str]:
     """The attributes that patterns of ``match`` name by keywords."""
-    for before, i in itertools.pairwise(dis.get_instructions(code)):
-        if i.opname == "MATCH_CLASS" and isinstance(before.argval, tuple):
-            yield from before.argval
+    if _uses(code, "MATCH_CLASS"):
+        for before, i in itertools.pairwise(dis.get_instructions(code)):
+            if i.opname == "MATCH_CLASS" and isinstance(before.argval, tuple):
+                yield from before.argval
 
 
 @functools.lru_cache(maxsize=8192)
@@ -86,7 +91,9 @@ def named(code: types.CodeType) -> frozenset[str]:
     names = frozenset(itertools.chain(strings, *map(fields, strings), *(inner.co_names for inner in _codes(code))))
     if not names.isdisjoint(_FORMATS) and any(_formats_any(inner) for inner in _codes(code)):
         names |= {"getattr"}
-    return names if "builtins" in names else names - (_BUILT_IN - {*global_names(code)})
+    if "builtins" in names or names.isdisjoint(_BUILT_IN):
+        return names
+    return names - (_BUILT_IN - {*global_names(code)})
 
 
 def fields(text: str) -> list[str]:
@@ -96,7 +103,7 @@ def fields(text: str) -> list[str]:
 
 def imports(code: types.CodeType) -> bool:
     """Whether code imports modules, or may look them up."""
-    found = any(dis.opmap["IMPORT_NAME"] in inner.co_code[::2] for inner in _codes(code))
+    found = any(_uses(inner, "IMPORT_NAME") for inner in _codes(code))
     return found or not named(code).isdisjoint(("import_module", "__import__", "modules"))
 
 
