@@ -16,6 +16,7 @@ May import: errors, functional, nested, sizes, torch_compat.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,6 @@ from wholestep.functional import (
     Required,
     Waited,
     get_rng_state,
-    is_collective,
     is_wait,
     manual_seed,
     operator_of,
@@ -212,10 +212,10 @@ def info(node: fx.Node) -> NodeInfo:
     Raises:
         GraphError: the node has none.
     """
-    found = node.meta.get("info")
-    if not isinstance(found, NodeInfo):
-        raise GraphError(f"node {node.name} ({node.op} {node.target}) carries no NodeInfo")
-    return found
+    try:
+        return node.meta["info"]  # type: ignore[no-any-return]
+    except KeyError:
+        raise GraphError(f"node {node.name} ({node.op} {node.target}) carries no NodeInfo") from None
 
 
 def set_info(node: fx.Node, record: NodeInfo) -> fx.Node:
@@ -238,11 +238,16 @@ def is_effectful(node: fx.Node) -> bool:
     if isinstance(node.target, Replayed):
         return False
     target = operator_of(node.target)
-    if isinstance(target, OpOverload):
-        communicates = is_collective(target) or (is_wait(target) and _meets_others(node.args[0]))
-        random = torch.Tag.nondeterministic_seeded in target.tags and not draws_nothing(node)
-        return communicates or random or not target._schema.returns
-    return target in (get_rng_state, set_rng_state, manual_seed)
+    if not isinstance(target, OpOverload):
+        return target in (get_rng_state, set_rng_state, manual_seed)
+    if target.namespace == "wholestep":
+        return not is_wait(target) or _meets_others(node.args[0])
+    return _has_effect(target) and not draws_nothing(node)
+
+
+@functools.cache
+def _has_effect(op: OpOverload) -> bool:
+    return torch.Tag.nondeterministic_seeded in op.tags or not op._schema.returns
 
 
 def is_communication(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.ir import GETITEM, StepGraph, copy_graph, dead_code, info, is_effectful, set_info
+from wholestep.ir import GETITEM, StepGraph, add_call, copy_graph, dead_code, info, is_effectful, set_info
 from wholestep.torch_compat import OpOverload, lazy_graph_module
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ def list_items(step: StepGraph) -> StepGraph:
             if not isinstance(values, (list, tuple)):
                 continue
             with step.graph.inserting_before(node):
-                picked = [step.graph.call_function(GETITEM, (operand, i)) for i in range(len(values))]
+                picked = [add_call(step.graph, GETITEM, (operand, i)) for i in range(len(values))]
             for one, value in zip(picked, values, strict=True):
                 set_info(one, replace(info(operand), value=value))
             exchange: Any = {operand: picked}
@@ -69,7 +69,7 @@ def expand_foreach(step: StepGraph) -> StepGraph:
             with step.graph.inserting_before(node):
                 args = tuple(c[index] for c in columns)
                 keywords = {name: column[index] for name, column in keyword.items()}
-                one = step.graph.call_function(target, args, keywords)
+                one = add_call(step.graph, target, args, keywords)
             set_info(one, replace(info(node), value=value))
             for user in [u for u in node.users if u.args[1] == index]:
                 user.replace_all_uses_with(one)
@@ -161,7 +161,7 @@ def _is_shared(op: OpOverload) -> bool:
 def _merge(step: StepGraph, may: Callable[[fx.Node], bool]) -> StepGraph:
     known: dict[Any, fx.Node] = {}
     for node in list(step.graph.nodes):
-        if node.op == "call_function" and not is_effectful(node) and may(node):
+        if node.op == "call_function" and may(node) and not is_effectful(node):
             first = known.setdefault((node.target, _frozen(node.args), _frozen(node.kwargs)), node)
             if first is not node:
                 node.replace_all_uses_with(first)

@@ -12,7 +12,7 @@ from torch import fx
 
 from wholestep.fake_evaluate import alone, evaluate, is_plain
 from wholestep.fake_layouts import strict_fake_mode
-from wholestep.ir import Gradient, Input, InputKind, NodeInfo, set_info
+from wholestep.ir import Gradient, Input, InputKind, NodeInfo, add_call, set_info
 from wholestep.nested import map_leaves
 from wholestep.torch_compat import below_autograd, no_modes, sequence_number
 from wholestep.trace.functionalize.aliases import Ref, new_root
@@ -58,7 +58,7 @@ class GraphBuilder:
             value = evaluate(self.fake_mode, target, args, kwargs)
         if self.sizes is not None:
             args, kwargs = map_leaves(held, args), map_leaves(held, kwargs)
-        return set_info(self.graph.call_function(target, args, kwargs), self._record(value))
+        return set_info(add_call(self.graph, target, args, kwargs), self._record(value))
 
     def note_module(self) -> int:
         """Notes whose module the autograd node belongs to that was made last; gives its sequence number.
