@@ -29,6 +29,7 @@ from wholestep.torch_compat import (
     empty_fake,
     equal_expressions,
     expression_of,
+    fake_of,
     fake_view,
     kernel_settings,
     no_modes,
@@ -244,10 +245,11 @@ def _kept(found: Any, operands: list[torch.Tensor], mode: FakeTensorMode) -> Any
             return _UNKNOWN
         if id(leaf) in by_id:
             return _InOperand(by_id[id(leaf)], None)
-        memory, made = leaf.untyped_storage(), empty_fake(mode, leaf)
+        memory = leaf.untyped_storage()
         place = by_memory.get(storage_id(memory))
         if place is not None:
-            return _InOperand(place, fake_view(made, leaf))
+            return _InOperand(place, fake_of(mode, leaf))
+        made = empty_fake(mode, leaf)
         return made if equal_expressions(memory.nbytes(), made.untyped_storage().nbytes()) else _UNKNOWN
 
     return map_leaves(kept, found)
@@ -257,4 +259,6 @@ def _anew(leaf: Any, mode: FakeTensorMode, operands: list[torch.Tensor]) -> Any:
     if isinstance(leaf, _InOperand):
         operand = operands[leaf.place]
         return operand if leaf.like is None else fake_view(operand, leaf.like)
-    return empty_fake(mode, leaf) if isinstance(leaf, torch.Tensor) else leaf
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return empty_fake(mode, leaf) if mode.shape_env is None else fake_of(mode, leaf)

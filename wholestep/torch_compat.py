@@ -248,9 +248,10 @@ def empty_fake(mode: FakeTensorMode, like: torch.Tensor, layout: tuple[Any, Any]
 
 
 def fake_of(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
-    """A fake tensor that stands for a real one without a history, with as much memory, whoever shares that.
+    """A fake tensor that stands for another tensor without a history, with as much memory, whoever shares that.
 
-    Made directly for a strided tensor; by torch's converter it takes ten times as long.
+    Made directly for a strided tensor; by torch's converter it takes ten times as long, and where sizes are symbols,
+    `set_` and `empty_strided` take thirty times as long as this, to say how much memory they need.
     """
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         with no_modes():
@@ -258,8 +259,8 @@ def fake_of(mode: FakeTensorMode, tensor: torch.Tensor) -> FakeTensor:
     # inference mode may be on where the step first reads it; a view of an inference tensor's fake is refused
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.inference_mode(False):
         made = torch.empty(0, dtype=tensor.dtype, device="meta")
-        memory = torch.UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
-        made.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+        torch.ops.inductor.resize_storage_bytes_(made, tensor.untyped_storage().nbytes())
+        made = made.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
         return FakeTensor(mode, made, tensor.device)
 
 
@@ -267,8 +268,8 @@ def fake_view(base: Any, like: torch.Tensor) -> FakeTensor:
     """A fake tensor in the memory of one, of another's dtype, size, stride and offset."""
     # in inference mode, too, a view is an inference tensor where its base is one
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.inference_mode(base.is_inference()):
-        made = torch.empty(0, dtype=like.dtype, device="meta")
-        made.set_(base.untyped_storage(), like.storage_offset(), like.size(), like.stride())
+        made = torch.empty(0, dtype=like.dtype, device="meta").set_(base.untyped_storage(), 0, (0,), (1,))
+        made = made.as_strided(like.size(), like.stride(), like.storage_offset())
         return FakeTensor(base.fake_mode, made, base.fake_device)
 
 
