@@ -1,7 +1,7 @@
 """Fake evaluation of calls, memoised: the layers of a model make the same calls again, and so do captures.
 
 What is known is kept by all that operators see of their arguments, and by the settings they choose kernels by.
-May import: fake_layouts, functional, ir, nested, patches, torch_compat.
+May import: fake_layouts, functional, ir, nested, torch_compat.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from wholestep.fake_layouts import is_opaque, layouts, new_fake, run_kernel
 from wholestep.functional import OFFSETS, Functionalized, operator_of
 from wholestep.ir import info
 from wholestep.nested import leaves, map_leaves
-from wholestep.patches import suspended
 from wholestep.torch_compat import (
     FakeTensor,
     FakeTensorMode,
@@ -96,9 +95,7 @@ def results(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
         key, known = _by_expressions(key), mode.__dict__.setdefault(_VALUES, {})
         kept = _get(known, key)
     if kept is not None:
-        # arithmetic of symbols asks for types and logs, and none of it is the step's
-        with suspended() if mode.shape_env is not None else contextlib.nullcontext():
-            return map_leaves(lambda leaf: _anew(leaf, mode, operands), kept)
+        return map_leaves(lambda leaf: _anew(leaf, mode, operands), kept)
     if _is_small(func, args, kwargs, operands):
         kept = _by_kernel(func, args, kwargs)
         if _keep(_known, key, kept):
