@@ -1,6 +1,7 @@
 """The pipeline: a call of a Python step -> a captured, lowered program that serves such calls.
 
-May import: aot_autograd, capture, errors, ir, lower, override, passes, patches, runtime, spmd, step_log, trace.
+May import: aot_autograd, capture, errors, ir, lower, override, passes, patches, runtime, spmd, step_log, tensor_parts,
+trace.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from wholestep.patches import is_suspended
 from wholestep.runtime import Backward, Entry, Program, donated_inputs, saved_places
 from wholestep.spmd import BufferBroadcast, PlanExecutor
 from wholestep.step_log import collecting
+from wholestep.tensor_parts import say_parts
 from wholestep.trace import ReentrantCheckpoint, SharedMemory, Traced, trace_step
 from wholestep.trace.numbers.dynamic_shapes import Templates
 from wholestep.trace.numbers.symbolic_sizes import Sizes
@@ -153,7 +155,8 @@ def build(
         initial.fill()
         if not cut.moved:
             break  # else the program is for another layout than tensors have as parts
-    if cut.any or dropped:
+    said = bool(parts or cut.any) and say_parts(container.owner for container in world.containers)
+    if cut.any or dropped or said:
         unread = world.replaced_gradients
         world = take(fn, args, kwargs, names=world.names, varying=world.varying)
         world.replaced_gradients = unread

@@ -3,19 +3,20 @@
 The mark is an attribute of the tensor, plain tuples, so that it goes with `copy.deepcopy` and `torch.save` (of a
 parameter, with `torch.save` alone). While a step is traced such a tensor stands for the whole one; the program of a
 rank takes the part.
-May import: errors.
+May import: errors, torch_compat.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 
 from wholestep.errors import CheckpointError
+from wholestep.torch_compat import asks_for_full_state
 
 _NAME = "wholestep_part"
 
@@ -130,6 +131,41 @@ def mark_states(optimizer: torch.optim.Optimizer) -> None:
         for value in state.values() if part is not None else ():
             if isinstance(value, torch.Tensor) and value.shape == parameter.shape and part_of(value) is None:
                 mark_part(value, part)
+
+
+def say_parts(owners: Iterable[Any]) -> bool:
+    """Has the state dicts of the modules that have parts say so, for what saves and loads them to know.
+
+    Returns:
+        Whether one did not say so before.
+    """
+    modules = {one for one in owners if isinstance(one, torch.nn.Module)}
+    modules = {one for one in modules if _give_parts not in one._state_dict_hooks.values()}
+    new = [one for one in modules if any(part_of(p) for p in one._parameters.values() if p is not None)]
+    for one in new:
+        one.register_state_dict_post_hook(_give_parts)
+    return bool(new)
+
+
+def _give_parts(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name, parameter in module._parameters.items():
+        value, part = state.get(prefix + name), None if parameter is None else part_of(parameter)
+        if part is not None and isinstance(value, torch.Tensor):
+            refuse_torchs_full_state()
+            mark_part(value, part)
+
+
+def refuse_torchs_full_state() -> None:
+    """torch's ``get_model_state_dict(full_state_dict=True)`` would take the parts for whole tensors.
+
+    Raises:
+        CheckpointError: it is what asks.
+    """
+    if asks_for_full_state():
+        raise CheckpointError(
+            "full_state_dict=True: torch.distributed.checkpoint does not know tensors of which each rank has a part\n"
+            "  to do: ws.full_state_dict(model) and ws.full_state_dict(optimizer)"
+        )
 
 
 def narrow_to(tensor: torch.Tensor, part: Part, held: Part | None = None) -> None:

@@ -168,6 +168,7 @@ def test_a_checkpoint_of_some_ranks_serves_any_others(transport, ranks, made, tm
         for found in run_ranks(programs.resume, count, "thread", (plan, path, 2)):
             assert all(torch.allclose(found["weights"][k], one[k], atol=1e-5) for k in one)
             assert (found["parts"] > 0) is (plan != "whole")
+            assert any(found["refused"]) is (plan == "fully")
     alone = programs.resume("alone", path, 2)
     assert all(torch.allclose(alone["weights"][k], one[k], atol=1e-5) for k in one)
 

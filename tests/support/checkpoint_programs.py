@@ -91,7 +91,17 @@ def resume(plan: str, path: str, steps: int) -> dict[str, Any]:
         ws.load(path, model, opt)
         for number in range(steps, 2 * steps):
             step(model, opt, batch(number, plan))
-    return {"weights": whole(model), "parts": parts}
+    return {"weights": whole(model), "parts": parts, "refused": [*map(refused, model.state_dict().values())]}
+
+
+def refused(value: torch.Tensor) -> bool:
+    """Whether a tensor of a state dict refuses what torch.distributed.checkpoint asks of it."""
+    try:
+        return value.__create_write_items__("w", value) is None  # type: ignore[attr-defined]
+    except AttributeError:  # as of a whole tensor
+        return False
+    except CheckpointError:
+        return True
 
 
 # Blocks of a matrix over a mesh ------------------------------------------------------------------------------------

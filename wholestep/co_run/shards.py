@@ -14,7 +14,7 @@ from wholestep.co_run.operators import Facts
 from wholestep.co_run.prefix_tree import place_of, storage_of
 from wholestep.nested import map_leaves, tensors_of
 from wholestep.spmd import gather_parts
-from wholestep.tensor_parts import Part, give_data, mark_part, narrow_to
+from wholestep.tensor_parts import Part, give_data, mark_part, narrow_to, say_parts
 from wholestep.torch_compat import storage_id, storage_uses
 
 # Owners of a held storage that are none of the step's: the tensor of the record, and the object that asks.
@@ -123,11 +123,13 @@ class Shards:
         known = {id(tensor) for tensor, _ in lasting}
         self.forget_dead()
         if self.held and complete:
-            for found in Snapshot(call).tensors.values():
+            seen = Snapshot(call)
+            for found in seen.tensors.values():
                 held = self.of(found.tensor)
                 if found.kind in ("parameter", "buffer", "state") and held and id(found.tensor) not in known:
                     self._keep(found.tensor, held.part)
                     lasting.append((found.tensor, held.part))
+            say_parts(container.owner for container in seen.containers)
         for tensor, part in lasting if complete else ():
             if tensor.is_leaf and tensor.grad is not None and id(tensor.grad) not in known:
                 self._keep(tensor.grad, part)

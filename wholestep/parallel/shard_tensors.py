@@ -19,10 +19,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from wholestep import comm
 from wholestep.comm.api.tracing import is_captured
-from wholestep.errors import CheckpointError
+from wholestep.errors import UnsupportedError
 from wholestep.ir import want_mean
-from wholestep.tensor_parts import mark_states, part_of
-from wholestep.torch_compat import UNSCALE_GRADIENTS, asks_for_full_state, plain_subclasses, plain_torch_function
+from wholestep.tensor_parts import Part, mark_states, part_of, refuse_torchs_full_state
+from wholestep.torch_compat import UNSCALE_GRADIENTS, plain_subclasses, plain_torch_function
 
 _LAYERS = "linear bilinear embedding embedding_bag layer_norm rms_norm group_norm batch_norm conv1d conv2d conv3d prelu"
 _PRODUCTS = torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.einsum, torch.Tensor.matmul, torch.Tensor.__rmatmul__
@@ -118,12 +118,14 @@ def _take_parts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     states = vars(optimizer).get("state", {})
     if _SEEN.get(optimizer) is states or is_captured():
         return
-    if optimizer not in _SEEN:
+    parts = _parts_of(optimizer)
+    if parts and isinstance(optimizer, _MIXES):
+        _refuse_mixing(optimizer, "")
+    if parts and optimizer not in _SEEN:
+        optimizer.register_step_post_hook(_check_states)
         optimizer.register_state_dict_post_hook(_give_parts)
-    for parameter, state in states.items():
-        part = part_of(parameter) if isinstance(parameter, torch.Tensor) else None
-        if part is None or part.is_whole:
-            continue
+    for parameter, part in parts:
+        state = states.get(parameter, {})
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == part.shape:
                 state[name] = value[part.slices].clone()
@@ -132,26 +134,50 @@ def _take_parts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                     f"fully_shard: {name} in the optimizer's state is {part_of(value)}, this rank has {part}: load "
                     "what this rank saved, or whole tensors (ws.full_state_dict)"
                 )
+    _require_parts(optimizer)
     _SEEN[optimizer] = states
 
 
+def _parts_of(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Part]]:
+    """The parameters that are parts now, not in the place of whole ones."""
+    known = [(one, part_of(one)) for group in vars(optimizer).get("param_groups", []) for one in group["params"]]
+    return [(one, part) for one, part in known if part is not None and one.shape != part.shape]
+
+
+_MIXES = tuple(getattr(torch.optim, name) for name in ("Adafactor", "LBFGS", "Muon") if hasattr(torch.optim, name))
+_CHECKED: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # how many states were looked at
+
+
+def _check_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A step has ended, which may have made the first states."""
+    states = vars(optimizer).get("state", {})
+    if _CHECKED.get(optimizer) != len(states) and not is_captured():
+        _require_parts(optimizer)
+        _CHECKED[optimizer] = len(states)
+
+
 def _give_parts(optimizer: torch.optim.Optimizer, _: Any) -> None:
-    if any(part_of(parameter) is not None for group in optimizer.param_groups for parameter in group["params"]):
+    if _parts_of(optimizer):
         refuse_torchs_full_state()
     mark_states(optimizer)
 
 
-def refuse_torchs_full_state() -> None:
-    """torch's ``get_model_state_dict(full_state_dict=True)`` would take the parts for whole tensors.
-
-    Raises:
-        CheckpointError: it is what asks.
+def _require_parts(optimizer: torch.optim.Optimizer) -> None:
+    """Raises:
+    UnsupportedError: a state beside a part is neither a number nor of the part's shape, as of sums over its rows.
     """
-    if asks_for_full_state():
-        raise CheckpointError(
-            "full_state_dict=True: torch.distributed.checkpoint.state_dict does not know parts of our fully_shard\n"
-            "  to do: ws.full_state_dict(model) and ws.full_state_dict(optimizer)"
-        )
+    for parameter, part in _parts_of(optimizer):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameter.shape:
+                _refuse_mixing(optimizer, f" (its {name} is {list(value.shape)} beside {part})")
+
+
+def _refuse_mixing(optimizer: torch.optim.Optimizer, why: str) -> None:
+    raise UnsupportedError(
+        f"fully_shard with {type(optimizer).__name__}, which computes across the elements of a parameter{why}",
+        remedy="an optimizer that treats each element by itself, as AdamW, or, without fully_shard, "
+        "ws.compile(step, plan=ws.FullyShard(axis))",
+    )
 
 
 @cache

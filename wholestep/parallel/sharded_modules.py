@@ -14,9 +14,9 @@ from wholestep.comm.api.rendezvous import joined_group
 from wholestep.deferred_init import fill
 from wholestep.parallel.equal_models import require_equal_models
 from wholestep.parallel.shard_schedule import ParameterGroup, ShardSchedule
-from wholestep.parallel.shard_tensors import become_parts, refuse_torchs_full_state, stay_whole
+from wholestep.parallel.shard_tensors import become_parts, stay_whole
 from wholestep.parallel.sharded_parameters import ALONE_BYTES, Policies, ShardBucket, Sharded
-from wholestep.tensor_parts import mark_part, part_of
+from wholestep.tensor_parts import part_of, say_parts
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def fully_shard(
     module.register_forward_pre_hook(group.before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(group.after_forward, with_kwargs=True, always_call=True)
     module.register_load_state_dict_pre_hook(_take_parts)
-    module.register_state_dict_post_hook(_give_parts)
+    say_parts(owner for one in members for owner, _ in one.places)
     module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
     below = {path: one._parameter_group for path, one in module.named_modules() if isinstance(one, FSDPModule)}
     ShardSchedule(group, below)
@@ -254,16 +254,6 @@ def _buckets(members: list[Sharded], policies: Policies) -> list[ShardBucket]:
         large = one.parameter.nbytes >= ALONE_BYTES
         together.setdefault(one.name if large else one.parameter.dtype, []).append(one)
     return [ShardBucket(some, policies) for some in together.values()]
-
-
-def _give_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """The values of a state say which parts they are, as parameters do, for what saves and loads them to know."""
-    refuse_torchs_full_state()
-    for path, owner in module.named_modules(remove_duplicate=False):
-        for last, parameter in owner._parameters.items():
-            value = state.get(prefix + f"{path}.{last}".lstrip("."))
-            if parameter is not None and isinstance(value, torch.Tensor):
-                mark_part(value, part_of(parameter))
 
 
 def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
