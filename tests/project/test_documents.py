@@ -85,6 +85,20 @@ def test_a_script_runs_on_two_ranks(number: int, tmp_path: Path):
     assert done.returncode == 0 and "[rank 0]" in done.stdout, done.stderr
 
 
+def test_the_map_in_contributing_names_each_room_and_its_folders_once():
+    table = re.search(r"^\| room .*?\n\n", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf8"), re.S | re.M)
+    assert table is not None
+    rows = [row.split("|") for row in table[0].splitlines()[2:] if row]
+    package = ROOT / "wholestep"
+    code = [path for path in package.iterdir() if path.is_dir() and (path / "__init__.py").exists()]
+    rooms = [*(f"{path.name}/" for path in code), *(path.name for path in package.glob("[a-z]*.py"))]
+    assert sorted(name for row in rows for name in re.findall(r"`([^`]+)`", row[1])) == sorted(rooms)
+    for row in rows:
+        for name in re.findall(r"`(\w+)/`", row[1]):
+            folders = [f"{path.parent.name}/" for path in (package / name).glob("*/__init__.py")]
+            assert {*re.findall(r"`(\w+/)`", row[3])} == {*folders}, name
+
+
 def test_the_example_engine_in_contributing_gathers():
     gathered = execute(blocks("CONTRIBUTING.md")[1], "contributing_engine.py")["gathered"]
     assert torch.equal(gathered[0], torch.ones(2))
