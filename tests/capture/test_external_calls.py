@@ -35,6 +35,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 import wholestep as ws
 from wholestep.errors import DataDependentError, LeakError, UnsupportedError
@@ -268,6 +269,25 @@ def test_a_queue_is_emptied_as_in_eager() -> None:
         waiting.put(number)
     compiled = ws.compile(lambda x: x * waiting.get(), fullgraph=True)
     assert [float(compiled(torch.ones(()))) for _ in range(2)] == [2, 3] and waiting.qsize() == 1
+
+
+def test_what_libraries_receive_is_left_for_the_call() -> None:
+    def batches() -> Any:
+        return iter(DataLoader([1.0, 2.0, 3.0], num_workers=1, multiprocessing_context="fork", timeout=20))
+
+    for fullgraph in (False, True):
+        batch, (out, into) = batches(), os.pipe()
+        os.write(into, b"abc")
+        with os.fdopen(out, "rb", 0) as pipe, os.fdopen(into, "wb", 0):
+            taken = ws.compile(lambda: next(batch) * 2, fullgraph=fullgraph)  # noqa: B023
+            read = ws.compile(lambda x: x * os.read(pipe.fileno(), 1)[0], fullgraph=fullgraph)  # noqa: B023
+            for call, of in ((taken, r"Queue\.get"), (lambda: read(torch.ones(1)), r"os\.read")):
+                if fullgraph:
+                    with pytest.raises(DataDependentError, match=rf"{of}\(\).*a replay would repeat"):
+                        call()
+            if not fullgraph:
+                assert [taken().item() for _ in range(3)] == [2, 4, 6]
+                assert [read(torch.ones(1)).item() for _ in range(3)] == [*b"abc"]
 
 
 @functools.lru_cache

@@ -82,6 +82,8 @@ ASKS = Verdict(
     DataDependentError, "whose answer may be another at each call; a replay would repeat the first",
     "call it outside of the step, and pass what depends on it as an argument", lambda _, file: not is_library(file),
 )  # fmt: skip
+# What is received is gone, whoever asks for it: the iterator of a DataLoader.
+TAKES = ASKS._replace(applies=_acts)
 ACTS = Verdict(UnsupportedError, "which a replay would not do again",
                "call it after the step, or by ws.log(fn, **values)", _acts)  # fmt: skip
 # Not by installed packages, whose threads are their own: the monitor of tqdm.
@@ -120,12 +122,15 @@ TABLE: list[tuple[Verdict, dict[Any, tuple[str, ...]]]] = [
         sys: ("getrecursionlimit", "getswitchinterval", "get_int_max_str_digits", "gettrace", "getprofile"),
         gc: ("isenabled", "get_threshold", "get_count"),
         type(threading.Lock()): ("locked",), threading: ("current_thread", "active_count", "enumerate"),
-        socket.socket: ("recv", "recv_into", "recvfrom", "accept"),
-        queues.Queue: ("get", "qsize", "empty"), queues.SimpleQueue: ("get", "empty"),
-        connection.Connection: ("recv", "recv_bytes", "poll"),
+        queues.Queue: ("qsize", "empty"), queues.SimpleQueue: ("empty",), connection.Connection: ("poll",),
         pickle: ("load", "loads", "_load", "_loads"), pickle.Unpickler: ("load",),  # globals by any name
         decimal: ("getcontext",), locale: ("getlocale", "localeconv"), numpy: ("geterr", "get_printoptions"),
         torch.overrides: FUNCTION_MODES,
+    }),
+    (TAKES, {
+        socket.socket: ("recv", "recv_into", "recvfrom", "accept"), os: ("read",),
+        queues.Queue: ("get",), queues.SimpleQueue: ("get",),
+        connection.Connection: ("recv", "recv_bytes"),
     }),
     (ACTS, {
         builtins: ("print", "input"),
@@ -251,9 +256,8 @@ class Outside:
             logger.handle(record)
 
     def _refuse(self, verdict: Verdict, does: str) -> None:
-        error = verdict.error(f"the step {does}, {verdict.what}", remedy=verdict.remedy)
-        self.refused.append(error)
-        raise error
+        self.refused.append(verdict.error(f"the step {does}, {verdict.what}", remedy=verdict.remedy))
+        raise self.refused[0]  # what code that caught it asks then is of no interest
 
     def _refusing(self, verdict: Verdict, owner: Any, name: str) -> Any:
         found, place = original(owner, name), _GIVEN.get(name)
