@@ -47,8 +47,11 @@ from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._sympy.printers import PythonPrinter
 
-below_autograd: Callable[[], AbstractContextManager[object]] = torch._C._AutoDispatchBelowADInplaceOrView
-"""Context manager: operators skip the autograd and version-counter layers of the dispatcher."""
+without_autocast: Callable[[], AbstractContextManager[object]] = torch._C._DisableAutocast
+"""Context manager: no device casts."""
+
+casts: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether operators are cast, on any device; not within a kernel of autocast itself."""
 
 decomposition_of: Callable[[Any], Callable[..., Any]] = decomposition_table.__getitem__
 """The function by which torch says an operator in terms of others."""
@@ -76,8 +79,13 @@ def with_autograd() -> AbstractContextManager[object]:
 
 
 _outside = torch._C._dispatch_tls_local_exclude_set()
-with below_autograd():
+with torch._C._AutoDispatchBelowADInplaceOrView():
     _AUTOGRAD_LAYERS = torch._C._dispatch_tls_local_exclude_set() - _outside
+    with without_autocast():
+        _ABOVE = torch._C._dispatch_tls_local_exclude_set()
+
+below_autograd: Callable[[], AbstractContextManager[object]] = partial(torch._C._ExcludeDispatchKeyGuard, _ABOVE)
+"""Context manager: operators skip the layers of the dispatcher for autocast, autograd and version counters."""
 
 
 def has_native_kernel(op: OpOverload, key: str) -> bool:
@@ -379,6 +387,20 @@ def dispatching() -> Iterator[None]:
     """Dispatch modes see what is called also where C++ has switched them off, as in ``torch.LongTensor([tensor])``."""
     with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _OFF):
         yield
+
+
+def as_called(autograd: bool) -> AbstractContextManager[object]:
+    """Context manager, in a dispatch mode: autocast takes part, as where the operator was called, and autograd may."""
+    with torch._C._RestorePythonTLSSnapshot():
+        off = torch._C._dispatch_tls_local_exclude_set()
+    off = off if autograd else off | _AUTOGRAD_LAYERS
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off)
+
+
+def casts_where_called() -> bool:
+    """Whether, in a dispatch mode, operators were cast where the one at hand was called."""
+    with torch._C._RestorePythonTLSSnapshot():
+        return casts()
 
 
 dispatch_modes_off: Callable[[], AbstractContextManager[Any]] = _disable_current_modes

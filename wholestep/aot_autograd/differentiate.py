@@ -30,7 +30,7 @@ from wholestep.aot_autograd.boundary import (
 from wholestep.capture.guards.compared_values import META
 from wholestep.capture.snapshot.user_code import is_library
 from wholestep.errors import CaptureError, LeakError, UnsupportedError
-from wholestep.torch_compat import empty_fake
+from wholestep.torch_compat import empty_fake, without_autocast
 from wholestep.trace import ReentrantCheckpoint
 from wholestep.trace.operators.data_dependent_formulas import by_data
 from wholestep.trace.outputs.collect_outputs import OutputCollector
@@ -87,7 +87,7 @@ def differentiate(
     tangents: list[fx.Node] = []
     gradients: list[Any] = []
     nodes = [r.node for r in roots]
-    with _without_hooks(roots), recording(), _deferred_writes(recorder, late):
+    with _without_hooks(roots), recording(), without_autocast(), _deferred_writes(recorder, late):
         refused = [(o, _alone(o)) for o in outputs if not reach(o.tensor.grad_fn, nodes)]
         outputs = [o for o in outputs if all(o is not other for other, _ in refused)]
         if outputs:

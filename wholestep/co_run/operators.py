@@ -11,7 +11,13 @@ import torch
 
 from wholestep.functional import base_name, written_arguments
 from wholestep.torch_compat import HigherOrderOperator, OpOverload, has_native_kernel
-from wholestep.trace.operators.tables import GRAD_SENSITIVE, HIDDEN_WRITES, SHAPE_FROM_DATA, is_differentiated_inside
+from wholestep.trace.operators.tables import (
+    BUILT_IN,
+    GRAD_SENSITIVE,
+    HIDDEN_WRITES,
+    SHAPE_FROM_DATA,
+    is_differentiated_inside,
+)
 from wholestep.trace.record.caught_errors import refuses
 
 aten = torch.ops.aten
@@ -71,6 +77,7 @@ class Facts:
         refuses: the error that its kernel may raise on data.
         differentiated_inside: autograd sees what its kernel calls.
         in_loop: writes to lists of tensors, on the CPU by calls in place that count.
+        of_others: of another library, whose kernel may call what autocast casts.
     """
 
     op: OpOverload
@@ -84,6 +91,7 @@ class Facts:
     refuses: type[Exception] | None = None
     differentiated_inside: bool = False
     in_loop: bool = False
+    of_others: bool = False
 
     def argument(self, args: Sequence[Any], kwargs: Mapping[str, Any], position: int) -> Any:
         """An argument by its position in the schema."""
@@ -111,8 +119,8 @@ def facts_of(op: Any) -> Facts:
         random = torch.Tag.nondeterministic_seeded in op.tags
         inside = is_differentiated_inside(op)
         kind, refused = _kind(op), refuses(op)
-        in_loop = bool(written) and name.startswith("_foreach_")
-        found = Facts(op, kind, written, names, only_reads, tells, random, any_float, refused, inside, in_loop)
+        in_loop, others = bool(written) and name.startswith("_foreach_"), op.namespace not in BUILT_IN
+        found = Facts(op, kind, written, names, only_reads, tells, random, any_float, refused, inside, in_loop, others)
         _known[id(op)] = found
     return found
 

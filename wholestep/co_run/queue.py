@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from wholestep.errors import PlanError
 from wholestep.nested import leaves, tensors_of
 from wholestep.torch_compat import (
     UnwrappedDispatchMode,
-    dispatching,
+    as_called,
     function_modes,
     function_modes_disabled,
     no_modes,
@@ -307,9 +307,7 @@ class Queue(UnwrappedDispatchMode):
             self.flush()
         if self._ranks is not None:
             self._ranks.read(tensors_of((args, kwargs)), writes=bool(facts.written))
-        if not facts.differentiated_inside:
-            return facts.op(*args, **kwargs)
-        with dispatching():
+        with as_called(facts.differentiated_inside) if facts.of_others else nullcontext():
             return facts.op(*args, **kwargs)
 
     def _touches(self, args: Any) -> bool:

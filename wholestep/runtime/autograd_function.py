@@ -15,7 +15,7 @@ from wholestep.ir import info
 from wholestep.lower.backends.interpreter import run_nodes
 from wholestep.runtime.backward_programs import Backward, Layout, Served
 from wholestep.runtime.program import Program
-from wholestep.torch_compat import dispatch_modes_active, is_batched, skipped_by_dynamo, transforms_active
+from wholestep.torch_compat import casts, dispatch_modes_active, is_batched, skipped_by_dynamo, transforms_active
 from wholestep.trace import Traced
 from wholestep.trace.outputs.output_records import NO_GRADIENT, Derivative
 
@@ -108,7 +108,7 @@ class CompiledFunction(torch.autograd.Function):
         values = all_saved(ctx)
         values += there
         behind = list(values) if torch.is_grad_enabled() else ()
-        if alone or dispatch_modes_active():  # part of another trace, which sees each operator
+        if alone or dispatch_modes_active() or casts():  # a trace sees each operator, and autocast each of a backward
             outputs: Sequence[Any] = run_nodes(served.graph, values)
         else:
             ctx.maybe_clear_saved_tensors()  # where the graph is not kept for another backward

@@ -12,9 +12,9 @@ import torch
 from torch import fx
 
 from wholestep.functional import OFFSETS, clone_as_it_lies
-from wholestep.ir import StepGraph
+from wholestep.ir import StepGraph, info
 from wholestep.lower.plan.operator_facts import offset_of
-from wholestep.torch_compat import below_autograd
+from wholestep.torch_compat import below_autograd, casts
 
 
 def interpret(step: StepGraph, inputs: Sequence[Any]) -> list[Any]:
@@ -38,7 +38,16 @@ def run_nodes(step: StepGraph, inputs: Sequence[Any]) -> list[Any]:
 
 
 class _Interpreter(fx.Interpreter):
-    """Counts offsets from each operand's first element, as a graph means them; constants are marked as fresh."""
+    """Counts offsets from each operand's first element, as a graph means them; constants are marked as fresh.
+
+    Where autocast is on in a backward, results are cast back, as autograd does with the gradients of each node.
+    """
+
+    def run_node(self, node: fx.Node) -> Any:
+        value = super().run_node(node)
+        if node.op == "call_function" and isinstance(value, torch.Tensor) and casts():
+            return value.to(info(node).value.dtype)
+        return value
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return torch.ops.aten.lift_fresh.default(super().get_attr(target, args, kwargs))

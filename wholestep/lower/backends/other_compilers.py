@@ -21,7 +21,14 @@ from wholestep.lower.backends.aten import lower_aten
 from wholestep.lower.backends.interpreter import write_back
 from wholestep.lower.plan.operator_facts import offset_of
 from wholestep.passes.canonicalize import copy_step
-from wholestep.torch_compat import FakeTensor, FakeTensorMode, OpOverload, compile_with_inductor, lazy_graph_module
+from wholestep.torch_compat import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    compile_with_inductor,
+    lazy_graph_module,
+    without_autocast,
+)
 
 Run = Callable[..., Sequence[Any]]
 
@@ -149,7 +156,7 @@ def lower_callable(backend: UserBackend, step: StepGraph) -> Callable[..., list[
     boxed = getattr(compiled, "_boxed_call", False)  # torch's mark of a callable that takes one list
 
     def run(*inputs: Any) -> list[Any]:
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():  # its casts are in the graph
             values = compiled(list(inputs)) if boxed else compiled(*inputs)
             if len(values) != step.signature.n_outputs:
                 raise LoweringError(
@@ -202,7 +209,7 @@ def _compiled(part: StepGraph) -> Run:
         raise LoweringError(f"Inductor could not compile the step: {error}") from error
 
     def run(*inputs: Any) -> list[Any]:
-        with torch.no_grad():
+        with torch.no_grad(), without_autocast():
             made = map(_laid_out, compiled(list(inputs)), part.outputs)
             return write_back([*made], inputs, part.signature.mutations)
 

@@ -51,16 +51,16 @@ LAYOUTS = {torch.strided, torch.sparse_coo}
 # Operators on sparse tensors for which fake tensors make up the number of values.
 SHAPE_FROM_DATA = {aten._coalesce.default, aten.is_coalesced.default, aten.sparse_mask.default}
 
-# Namespaces whose operators have formulas where they need some.
-_WITH_FORMULAS = frozenset({"aten", "prims", "prim", "profiler", "wholestep", "wholestep_formulas", "c10d",
-                            "_c10d_functional"})  # fmt: skip
+# Namespaces whose operators have formulas where they need some, and call no other operators that autocast casts.
+BUILT_IN = frozenset({"aten", "prims", "prim", "profiler", "wholestep", "wholestep_formulas", "c10d",
+                      "_c10d_functional"})  # fmt: skip
 _AUTOGRAD_KEYS = "Autograd", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "CompositeImplicitAutograd"
 
 
 @cache
 def is_differentiated_inside(op: Any) -> bool:
     """Whether autograd sees, in eager, what a custom operator's kernel calls, since none is registered for autograd."""
-    return op.namespace not in _WITH_FORMULAS and not any(has_native_kernel(op, key) for key in _AUTOGRAD_KEYS)
+    return op.namespace not in BUILT_IN and not any(has_native_kernel(op, key) for key in _AUTOGRAD_KEYS)
 
 
 # Tensor methods that hand a traced value to Python, with what to do instead: by way of an operator, ...

@@ -26,6 +26,7 @@ from wholestep.torch_compat import (
     FakeTensor,
     HigherOrderOperator,
     TorchDispatchMode,
+    casts_where_called,
     fake_refusal,
     has_native_kernel,
 )
@@ -104,6 +105,10 @@ class Recorder(TorchDispatchMode):
             if self.numbers.tokens:
                 args, kwargs = self.numbers.with_numbers(func, args, kwargs)
             tables.check(func, args, kwargs)
+            of_others = func.namespace not in tables.BUILT_IN
+            if of_others and casts_where_called() and not has_native_kernel(func, "AutocastCPU"):
+                what = f"{func} runs under autocast, which casts what its kernel calls"
+                raise UnsupportedError(what, user_line(), f"give it a register_autocast(), or {OTHERWISE}")
             if (error := refuses(func)) is not None and is_caught(error) and not self._is_in_range(func, args, kwargs):
                 what = f"the step catches the {error.__name__} that {func} raises on some data"
                 raise UnsupportedError(what, user_line(), "check the data before it, or compile without fullgraph=True")
