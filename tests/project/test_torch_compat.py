@@ -57,10 +57,13 @@ from wholestep.torch_compat import (
     TorchDispatchMode,
     UnwrappedDispatchMode,
     address_of,
+    as_called,
     asks_for_full_state,
     at_end_of_backward,
     attention_kernels,
     below_autograd,
+    casts,
+    casts_where_called,
     checkpoint_contexts,
     compile_with_inductor,
     count_dispatch_modes,
@@ -139,6 +142,7 @@ from wholestep.torch_compat import (
     viewed,
     wait_collective,
     with_autograd,
+    without_autocast,
     without_saved_tensor_hooks,
 )
 
@@ -305,6 +309,29 @@ def test_below_autograd_no_graph_is_made_and_no_version_counted():
     with below_autograd(), with_autograd():
         assert (x * 2).requires_grad
         assert y.add_(1)._version == 1 and y[0:1]._base is y
+
+
+def test_autocast_is_off_below_and_as_it_was_where_operators_were_called():
+    x, seen = torch.ones(2, 2), []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args)
+            if func is aten.neg.default:
+                with as_called(autograd=False):
+                    seen.append((casts(), casts_where_called(), (x @ x).dtype))
+            return found
+
+    assert not casts()
+    for enabled, dtype in ((False, torch.float32), (True, torch.bfloat16)):
+        with torch.autocast("cpu", enabled=enabled):
+            with without_autocast():
+                assert not casts() and (x @ x).dtype == torch.float32
+            with below_autograd():
+                assert not casts() and (x @ x).dtype == torch.float32
+            with Mode():
+                x.neg()
+            assert casts() is enabled and seen.pop() == (enabled, enabled, dtype)
 
 
 def test_a_native_kernel_is_one_of_the_devices_own():
