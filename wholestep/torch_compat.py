@@ -389,9 +389,12 @@ def dispatching() -> Iterator[None]:
         yield
 
 
+_entry: Callable[[], AbstractContextManager[object]] = torch._C._RestorePythonTLSSnapshot  # type: ignore[attr-defined]
+
+
 def as_called(autograd: bool) -> AbstractContextManager[object]:
     """Context manager, in a dispatch mode: autocast takes part, as where the operator was called, and autograd may."""
-    with torch._C._RestorePythonTLSSnapshot():
+    with _entry():
         off = torch._C._dispatch_tls_local_exclude_set()
     off = off if autograd else off | _AUTOGRAD_LAYERS
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off)
@@ -399,7 +402,7 @@ def as_called(autograd: bool) -> AbstractContextManager[object]:
 
 def casts_where_called() -> bool:
     """Whether, in a dispatch mode, operators were cast where the one at hand was called."""
-    with torch._C._RestorePythonTLSSnapshot():
+    with _entry():
         return casts()
 
 

@@ -71,8 +71,13 @@ def of_others_with_a_rule(x: Tensor) -> Tensor:
         return with_rule(x, W)
 
 
+def of_torch(x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return torch.nn.functional.bilinear(x, x, W.T.reshape(6, 4, 1) * x[0]).float()
+
+
 STATES = None, torch.float16, torch.bfloat16
-STEPS = plain, off, other, reads, of_others, of_others_around, of_others_with_a_rule
+STEPS = plain, off, other, reads, of_others, of_others_around, of_others_with_a_rule, of_torch
 
 
 @pytest.mark.parametrize("options", [{}, {"backend": lambda gm, example: gm.forward}], ids=["aten", "other compiler"])

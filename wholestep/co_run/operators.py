@@ -12,10 +12,11 @@ import torch
 from wholestep.functional import base_name, written_arguments
 from wholestep.torch_compat import HigherOrderOperator, OpOverload, has_native_kernel
 from wholestep.trace.operators.tables import (
-    BUILT_IN,
+    CAST_INSIDE,
     GRAD_SENSITIVE,
     HIDDEN_WRITES,
     SHAPE_FROM_DATA,
+    is_cast_inside,
     is_differentiated_inside,
 )
 from wholestep.trace.record.caught_errors import refuses
@@ -45,7 +46,7 @@ _AT_ONCE = {
     aten.resize_.default, aten.resize_as_.default, aten._pack_padded_sequence.default, aten.record_stream.default,
     aten.lift_fresh.default, aten.lift.default, aten.empty.memory_format, aten._efficientzerotensor.default,
     aten._neg_view.default, aten._conj.default,
-    *SHAPE_FROM_DATA, *GRAD_SENSITIVE,
+    *SHAPE_FROM_DATA, *GRAD_SENSITIVE, *CAST_INSIDE,
 }  # fmt: skip
 
 # Of these, those that only read, so that what they do not read may stay deferred.
@@ -77,7 +78,7 @@ class Facts:
         refuses: the error that its kernel may raise on data.
         differentiated_inside: autograd sees what its kernel calls.
         in_loop: writes to lists of tensors, on the CPU by calls in place that count.
-        of_others: of another library, whose kernel may call what autocast casts.
+        cast_inside: autocast sees what its kernel calls.
     """
 
     op: OpOverload
@@ -91,7 +92,7 @@ class Facts:
     refuses: type[Exception] | None = None
     differentiated_inside: bool = False
     in_loop: bool = False
-    of_others: bool = False
+    cast_inside: bool = False
 
     def argument(self, args: Sequence[Any], kwargs: Mapping[str, Any], position: int) -> Any:
         """An argument by its position in the schema."""
@@ -119,8 +120,8 @@ def facts_of(op: Any) -> Facts:
         random = torch.Tag.nondeterministic_seeded in op.tags
         inside = is_differentiated_inside(op)
         kind, refused = _kind(op), refuses(op)
-        in_loop, others = bool(written) and name.startswith("_foreach_"), op.namespace not in BUILT_IN
-        found = Facts(op, kind, written, names, only_reads, tells, random, any_float, refused, inside, in_loop, others)
+        in_loop, cast = bool(written) and name.startswith("_foreach_"), is_cast_inside(op)
+        found = Facts(op, kind, written, names, only_reads, tells, random, any_float, refused, inside, in_loop, cast)
         _known[id(op)] = found
     return found
 

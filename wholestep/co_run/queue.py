@@ -307,7 +307,8 @@ class Queue(UnwrappedDispatchMode):
             self.flush()
         if self._ranks is not None:
             self._ranks.read(tensors_of((args, kwargs)), writes=bool(facts.written))
-        with as_called(facts.differentiated_inside) if facts.of_others else nullcontext():
+        inside = facts.cast_inside or facts.differentiated_inside
+        with as_called(facts.differentiated_inside) if inside else nullcontext():
             return facts.op(*args, **kwargs)
 
     def _touches(self, args: Any) -> bool:

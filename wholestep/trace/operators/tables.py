@@ -51,10 +51,20 @@ LAYOUTS = {torch.strided, torch.sparse_coo}
 # Operators on sparse tensors for which fake tensors make up the number of values.
 SHAPE_FROM_DATA = {aten._coalesce.default, aten.is_coalesced.default, aten.sparse_mask.default}
 
-# Namespaces whose operators have formulas where they need some, and call no other operators that autocast casts.
+# Namespaces whose operators have formulas where they need some.
 BUILT_IN = frozenset({"aten", "prims", "prim", "profiler", "wholestep", "wholestep_formulas", "c10d",
                       "_c10d_functional"})  # fmt: skip
 _AUTOGRAD_KEYS = "Autograd", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView", "CompositeImplicitAutograd"
+
+
+# Those of torch whose kernels call operators that autocast casts.
+CAST_INSIDE = {aten._trilinear.default, aten.linalg_pinv.atol_rtol_tensor}
+
+
+@cache
+def is_cast_inside(op: Any) -> bool:
+    """Whether autocast sees, in eager, what an operator's kernel calls."""
+    return op in CAST_INSIDE or (op.namespace not in BUILT_IN and not has_native_kernel(op, "AutocastCPU"))
 
 
 @cache

@@ -105,8 +105,7 @@ class Recorder(TorchDispatchMode):
             if self.numbers.tokens:
                 args, kwargs = self.numbers.with_numbers(func, args, kwargs)
             tables.check(func, args, kwargs)
-            of_others = func.namespace not in tables.BUILT_IN
-            if of_others and casts_where_called() and not has_native_kernel(func, "AutocastCPU"):
+            if tables.is_cast_inside(func) and casts_where_called():
                 what = f"{func} runs under autocast, which casts what its kernel calls"
                 raise UnsupportedError(what, user_line(), f"give it a register_autocast(), or {OTHERWISE}")
             if (error := refuses(func)) is not None and is_caught(error) and not self._is_in_range(func, args, kwargs):
