@@ -12,6 +12,7 @@ import re
 import statistics
 import string
 import struct
+import types
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar, copy_context
@@ -396,14 +397,29 @@ def test_what_is_not_there_yet_is_guarded(name: str) -> None:
     assert served.captures == 2 and len(served.recompiles) == 1
 
 
+class Constant:
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __get__(self, owner: Any, kind: Any = None) -> float:
+        return self.value
+
+
+def by(number: float, decorator: Any) -> Any:
+    return decorator(lambda self, x: x * number)
+
+
 class Scaled(nn.Module):
     kind, root, plus = nn.LayerNorm, math.sqrt, functools.partial(torch.add, alpha=2)
+    constant, made, partial = Constant(1.5), by(1, staticmethod), by(1, functools.partialmethod)
+    chosen = by(1, functools.singledispatchmethod)
 
     @property
     def scale(self) -> float:
         return 2.0
 
     def scaled(self, x: Tensor) -> Tensor:
+        x = self.chosen(self.partial(self.made(self, x))) * self.constant
         return type(self).plus(x * self.scale * self.root(4.0), len(self.kind.__name__))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -415,7 +431,9 @@ OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     name: (functools.partial(setattr, Scaled, name, new), functools.partial(setattr, Scaled, name, vars(Scaled)[name]))
     for name, new in (("scaled", lambda self, x: x * 3), ("scale", property(lambda self: 4.0)),
                       ("forward", lambda self, x: x * 5), ("kind", nn.Linear), ("root", math.exp),
-                      ("plus", functools.partial(torch.add, alpha=3)))
+                      ("plus", functools.partial(torch.add, alpha=3)), ("constant", Constant(2.5)),
+                      ("made", by(2, staticmethod)), ("partial", by(2, functools.partialmethod)),
+                      ("chosen", by(2, functools.singledispatchmethod)))
 }  # fmt: skip
 OTHERS["hooks of all modules"] = (
     lambda: HANDLES.append(nn.modules.module.register_module_forward_hook(lambda module, args, out: out * 7)),
@@ -432,6 +450,28 @@ def test_other_methods_and_hooks_of_all_modules_are_another_step(name: str) -> N
         act()
         assert torch.equal(served(x), model(x))
     assert served.captures == 2 and len(served.recompiles) == 1
+
+
+def twice(x: Tensor, **given: Any) -> Tensor:
+    return x * 2
+
+
+def thrice(x: Tensor, **given: Any) -> Tensor:
+    return x * 3
+
+
+@pytest.mark.parametrize("wrap", [
+    functools.partial, lambda fn: functools.partial(fn, alpha=1), lambda fn: functools.partial(functools.partial(fn)),
+    lambda fn: functools.partial(torch.add if fn is twice else torch.sub, torch.ones(1)),
+    lambda fn: types.MethodType(fn, torch.ones(2)), lambda fn: [functools.partial(fn)][0].func,
+])  # fmt: skip
+def test_another_function_within_a_callable_is_another_step(wrap: Callable[[Any], Any]) -> None:
+    held = types.SimpleNamespace(act=wrap(twice))
+    step = lambda x: held.act(*[x] * (type(held.act) is not types.MethodType)) + x  # noqa: E731
+    served, x = ws.compile(step, fullgraph=True), torch.full((2,), 5.0)
+    for fn in (twice, thrice, thrice, twice):
+        held.act = wrap(fn)
+        assert torch.equal(served(x), step(x))
 
 
 def test_the_kernels_of_attention_are_those_chosen_outside() -> None:

@@ -88,7 +88,7 @@ class CodeWriter:
 
 _ACCESS = {
     kinds.CELL: "{0}.cell_contents", kinds.GLOBALS: "{0}[{1!r}]",
-    kinds.SLOTS: "{0}.{1}", kinds.FUNCTION: "{0}.{1}", kinds.CLASS: "{0}.__dict__[{1!r}]",
+    kinds.SLOTS: "{0}.{1}", kinds.FIELDS: "{0}.{1}", kinds.CLASS: "{0}.__dict__[{1!r}]",
 }
 
 

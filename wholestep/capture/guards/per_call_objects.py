@@ -71,7 +71,7 @@ class PerCallObjects:
         if isinstance(value, FunctionType):
             self._mark_function(value)
             return
-        apart = (kinds.CELL, kinds.GLOBALS, kinds.CLASS, kinds.FUNCTION, kinds.TENSOR)
+        apart = (kinds.CELL, kinds.GLOBALS, kinds.CLASS, kinds.FIELDS, kinds.TENSOR)
         shown = [c for c in self._containers.get(id(value), ()) if c.kind not in apart]
         if not shown or callable(value):
             return

@@ -6,10 +6,11 @@ restoring it are the same few lines for a dictionary, a list, a closure cell or 
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -122,8 +123,18 @@ def _read_cell(cell: CellType) -> Contents:
         return {}
 
 
-def _read_function(function: Any) -> Contents:
-    return {name: getattr(function, name) for name in ("__defaults__", "__kwdefaults__")}
+# The fields of what has no table of attributes, or other things besides in it.
+_FIELDS: dict[type, tuple[str, ...]] = {
+    FunctionType: ("__defaults__", "__kwdefaults__"),
+    MethodType: ("__self__", "__func__"),
+    **dict.fromkeys((functools.partial, functools.partialmethod), ("func", "args", "keywords")),
+    **dict.fromkeys((functools.cached_property, functools.singledispatchmethod), ("func",)),
+}
+
+
+def _read_fields(value: Any) -> Contents:
+    names = next(_FIELDS[base] for base in type(value).__mro__ if base in _FIELDS)
+    return {name: getattr(value, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -153,16 +164,13 @@ def _read_globals(used: UsedGlobals) -> Contents:
     return {name: table[name] for name in used.names if name in table and not is_put_into(table, name)}
 
 
-_FUNCTIONS = FunctionType, staticmethod, classmethod, property
-
-
 def class_values(kind: type) -> Contents:
     """What a user's class holds, its functions included: what code may read through the class."""
     return {
         name: value
         for name, value in vars(kind).items()
         if (isinstance(value, FunctionType) or not (name.startswith("__") and name.endswith("__")))
-        and not name.startswith("_abc_") and (isinstance(value, (type, *_FUNCTIONS)) or not hasattr(value, "__get__"))
+        and not name.startswith("_abc_")
     }
 
 
@@ -208,6 +216,6 @@ SLOTS = ContainerKind("slots", _read_slots, _write_slots, sources.Attr)
 CELL = ContainerKind("cell", _read_cell, _one_by_one(_read_cell), sources.CellContents)
 _write_globals = _one_by_one(_read_globals, *_TABLE, within=lambda used: used.table)
 GLOBALS = ContainerKind("globals", _read_globals, _write_globals, sources.of_module)
-FUNCTION = ContainerKind("function", _read_function, _one_by_one(_read_function), sources.Attr)
+FIELDS = ContainerKind("fields", _read_fields, _one_by_one(_read_fields), sources.Attr)
 CLASS = ContainerKind("class", class_values, _one_by_one(class_values), sources.Method)
 TENSOR = ContainerKind("tensor", _read_tensor, _write_tensor, sources.Attr)

@@ -117,6 +117,10 @@ def _proxy(found: Reachable, proxy: types.MappingProxyType[Any, Any], source: so
         found.queue(inner, sources.Referent(source))
 
 
+def _view(found: Reachable, view: Any, source: sources.Source) -> None:
+    found.queue(view.mapping, sources.Attr(source, "mapping"))
+
+
 def _weak(found: Reachable, reference: Any, source: sources.Source) -> None:
     """Where only a weak reference leads; what libraries keep by such is their own."""
     inner = sources.referent(reference)
@@ -132,11 +136,8 @@ def _mapping(found: Reachable, value: dict[Any, Any], source: sources.Source) ->
     _fields(found, value, source)
 
 
-def _attributes(*names: str) -> Handler:
-    def handle(found: Reachable, value: Any, source: sources.Source) -> None:
-        for name in names:
-            found.queue(getattr(value, name), sources.Attr(source, name))
-    return handle
+def _has_fields(found: Reachable, value: Any, source: sources.Source) -> None:
+    found.add(value, source, kinds.FIELDS)
 
 
 def _sequence(kind: ContainerKind) -> Handler:
@@ -248,7 +249,7 @@ def _function(found: Reachable, function: types.FunctionType, source: sources.So
         if id(cell) not in found.first:
             found.add(cell, sources.Cell(source, (index, name)), kinds.CELL)
     if function.__defaults__ or function.__kwdefaults__:
-        found.add(function, source, kinds.FUNCTION)
+        _has_fields(found, function, source)
     found.add_attributes(function, source)
     _asks_types(found, function)
     if not is_library(function.__code__.co_filename):
@@ -346,8 +347,7 @@ def _context(found: Reachable, context: Any, source: sources.Source) -> None:
 
 def _method(found: Reachable, method: types.MethodType, source: sources.Source) -> None:
     _held(found, method, source)
-    found.queue(method.__self__, sources.Attr(source, "__self__"))
-    found.queue(method.__func__, sources.Attr(source, "__func__"))
+    _has_fields(found, method, source)
 
 
 # What no guard compares: all that lets its memory be read as a buffer and is no tensor, and what holds values unseen.
@@ -377,12 +377,11 @@ HANDLERS: dict[type, Handler] = {
     types.BuiltinFunctionType: _builtin,
     types.MethodType: _method,
     types.ModuleType: _module,
-    **dict.fromkeys((functools.partial, functools.partialmethod), _attributes("func", "args", "keywords")),
-    **dict.fromkeys((functools.cached_property, functools.singledispatchmethod), _attributes("func")),
+    **dict.fromkeys((functools.partial, *_DESCRIPTORS), _has_fields),
     BackwardCFunction: _context,
     BackwardHook: _object,
     **dict.fromkeys(GETTERS, _getter),
-    **dict.fromkeys(map(type, ({}.keys(), {}.values(), {}.items())), _attributes("mapping")),
+    **dict.fromkeys(map(type, ({}.keys(), {}.values(), {}.items())), _view),
     types.CellType: lambda found, value, source: found.add(value, source, kinds.CELL),
     **dict.fromkeys(DATA, _object),
     **dict.fromkeys((ChainMap, configparser.RawConfigParser, queue.Queue, threading.Event, threading.local), _object),
