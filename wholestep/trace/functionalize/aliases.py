@@ -55,7 +55,7 @@ class Geometry:
     def repeats(self) -> bool:
         """Whether several elements share an address, as after `expand`."""
         pairs = zip(self.shape, self.stride, strict=True)
-        return elements(self.shape) > 0 and any(stride == 0 and size > 1 for size, stride in pairs)
+        return any(stride == 0 and size > 1 for size, stride in pairs) and elements(self.shape) > 0
 
     @property
     def overlaps(self) -> bool:
