@@ -8,7 +8,7 @@ May import: functional, nested, torch_compat.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,9 +49,9 @@ class KernelMode(FakeTensorMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.shape_env is not None:  # no kernel can be asked for sizes that are symbols
-            if func in DECOMPOSED:
+            if func in RULES:
                 with self:
-                    return decomposition_of(func)(*args, **kwargs)
+                    return RULES[func](*args, **kwargs)
             return super().__torch_dispatch__(func, types, args, kwargs)
         try:
             found = super().__torch_dispatch__(func, types, args, kwargs)
@@ -153,8 +153,29 @@ CONTIGUOUS = {
     aten.clone.default, aten.empty_like.default, aten._unsafe_view.default,
 }  # fmt: skip
 
-# Where sizes are symbols, C++ would ask for numbers.
-DECOMPOSED = {aten.constant_pad_nd.default}
+
+def _normalized(x: torch.Tensor, sums: int, wanted: Sequence[bool], *parameters: torch.Tensor | None) -> Any:
+    """Results of a batch normalisation, or of its backward: one like its operand, the others of a number a channel."""
+    dtype = next((one.dtype for one in parameters if one is not None), x.dtype)
+    made = [x.new_empty(sums, dtype=dtype) if one else None for one in wanted[1:]]
+    return torch.empty_like(x) if wanted[0] else None, *made
+
+
+def _batch_norm(x: torch.Tensor, w: Any, b: Any, mean: Any, var: Any, training: bool, *_: float) -> Any:
+    return _normalized(x, x.shape[1] if training else 0, (True, True, True), w, b, mean, var)
+
+
+def _batch_norm_backward(grad: Any, x: torch.Tensor, w: Any, mean: Any, var: Any, *rest: Any) -> Any:
+    return _normalized(x, x.shape[1], rest[-1], w, mean, var)
+
+
+# Rules for sizes that are symbols: where C++ would ask for numbers, and where torch, which writes the arithmetic out in
+# Python on symbols, takes 16 ms.
+RULES: dict[Any, Callable[..., Any]] = {
+    aten.constant_pad_nd.default: decomposition_of(aten.constant_pad_nd.default),
+    aten.native_batch_norm.default: _batch_norm,
+    aten.native_batch_norm_backward.default: _batch_norm_backward,
+}
 
 # Results of these depend on more than layouts.
 _UNASKED = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}

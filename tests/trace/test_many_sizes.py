@@ -224,3 +224,25 @@ def test_kernels_within_functional_variants_are_asked_for_layouts(dynamic: bool 
         x = torch.randn(rows, 6)
         want, got = step(x), compiled(x)
         assert torch.equal(got, want) and got.stride() == want.stride()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "affine", "training", "order"),
+    [
+        (torch.float32, True, True, torch.channels_last),
+        (torch.float64, False, False, torch.contiguous_format),
+        (torch.bfloat16, True, True, torch.contiguous_format),  # with parameters in single precision
+    ],
+)
+def test_batch_normalisation(dtype: torch.dtype, affine: bool, training: bool, order: torch.memory_format) -> None:
+    kept = torch.float64 if dtype is torch.float64 else torch.float32
+
+    def fn(x: Tensor, w: Tensor, b: Tensor) -> Any:
+        y = F.batch_norm(x, w.detach() * 2, b.detach() + 3, *([w, b] if affine else []), training=training)
+        return y, *torch.autograd.grad(y.square().sum(), [x, w, b][: 3 if affine else 1])
+
+    def batch(n: int) -> tuple[Tensor, ...]:
+        x = torch.randn(n, 3, 5, 4).to(dtype, memory_format=order)
+        return x.requires_grad_(), *(torch.rand(3, dtype=kept).requires_grad_() for _ in range(2))
+
+    check(fn, [batch(4), batch(2)], programs=1)
