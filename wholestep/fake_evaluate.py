@@ -81,31 +81,30 @@ def results(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
         return run(mode, func, args, kwargs)
     operands: list[torch.Tensor] = []
     offsets = torch.Tag.pointwise not in operator_of(func).tags
+    sized = mode.shape_env is not None  # what was decided on symbols is known to their environment's mode alone
 
     def key_now() -> Any:
         operands.clear()
         key = func, key_of(args, operands, offsets), key_of(kwargs, operands, offsets), torch.get_default_dtype()
-        return *key, kernel_settings()
+        return _by_expressions((*key, kernel_settings())) if sized else (*key, kernel_settings())
 
-    key, known = key_now(), _known
+    key = key_now()
     if not all(_is_plain_fake(one, mode) for one in operands):
         return run(mode, func, args, kwargs)
-    kept = _get(known, key)
-    if kept is None and mode.shape_env is not None:  # what was decided on symbols is known to the mode's environment
-        key, known = _by_expressions(key), mode.__dict__.setdefault(_VALUES, {})
-        kept = _get(known, key)
+    kept = _get(_known, key)
+    if kept is None and sized:
+        kept = _get(mode.__dict__.setdefault(_VALUES, {}), key)
+    if kept is None and _is_small(func, args, kwargs, operands):
+        kept = _keep(_known, key, _by_kernel(func, args, kwargs))
     if kept is not None:
         return map_leaves(lambda leaf: _anew(leaf, mode, operands), kept)
-    if _is_small(func, args, kwargs, operands):
-        kept = _by_kernel(func, args, kwargs)
-        if _keep(_known, key, kept):
-            return map_leaves(lambda leaf: _anew(leaf, mode, operands), kept)
     given = [*operands]
-    found = _by_layouts(mode, func, args, kwargs) if mode.shape_env is None else _UNKNOWN
+    found = _UNKNOWN if sized else _by_layouts(mode, func, args, kwargs)
     if found is _UNKNOWN:
         found = run(mode, func, args, kwargs)
-    if key == (key_now() if known is _known else _by_expressions(key_now())):
-        _keep(known, key, _kept(found, given, mode if known is not _known else _mode_of_kept()))
+    if key == key_now():
+        known, like = (mode.__dict__[_VALUES], mode) if sized else (_known, _mode_of_kept())
+        _keep(known, key, _kept(found, given, like))
     return found
 
 
@@ -125,15 +124,15 @@ def _by_expressions(key: Any) -> Any:
     return tuple([_by_expressions(one) for one in key]) if isinstance(key, tuple) else expression_of(key)
 
 
-def _keep(known: dict[Any, Any], key: Any, kept: Any) -> bool:
-    """Remembers what a call's results are made of anew, where that is known."""
-    is_known = all(leaf is not _UNKNOWN for leaf in leaves(kept))
-    if is_known:
-        if len(known) >= _MOST:
-            known.clear()
-        with contextlib.suppress(TypeError):  # an argument without a hash
-            known[key] = kept
-    return is_known
+def _keep(known: dict[Any, Any], key: Any, kept: Any) -> Any:
+    """Remembers what a call's results are made of anew, where that is known; gives it, or None."""
+    if any(leaf is _UNKNOWN for leaf in leaves(kept)):
+        return None
+    if len(known) >= _MOST:
+        known.clear()
+    with contextlib.suppress(TypeError):  # an argument without a hash
+        known[key] = kept
+    return kept
 
 
 def _is_small(func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor]) -> bool:
