@@ -25,6 +25,7 @@ def test_lightning(tmp_path):
         assert each["automatic logs"] and each["manual logs"]
         assert each["resumed"]
         assert each["automatic sharded"] and each["manual sharded"] and each["sharded resumed"], "under fully_shard"
+        assert each["sometimes sharded"], "a layer that the batch that reduces does not use"
         assert each["sharded saved"] == [(8, 6), (4, 6), (8, 6)], "whole tensors, of parts"
         assert "FullyShardStrategy: scale is in no module under fully_shard" in each["loose"]
         assert each["logged"] == ["metrics.csv"], "by rank 0 alone"

@@ -25,19 +25,22 @@ QUIET = dict.fromkeys(("enable_checkpointing", "enable_progress_bar", "enable_mo
 class Module(pl.LightningModule):
     """Two layers and a BatchNorm; steps are Lightning's or the module's own."""
 
-    def __init__(self, manual: bool = False, unused: bool = False, seed: int | None = None) -> None:
+    def __init__(self, manual: bool = False, unused: bool = False, seed: int | None = None,
+                 sometimes: bool = False) -> None:  # fmt: skip
         super().__init__()
         mine = comm.get_rank() if comm.is_initialized() else 0  # rank 0's values count
         torch.manual_seed(mine if seed is None else seed)
         self.automatic_optimization = not manual
         self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
-        self.spare = nn.Linear(2, 2) if unused else None
+        self.spare, self.sometimes = nn.Linear(2, 2) if unused or sometimes else None, sometimes
         self.kinds: set[str] = set()
         self.reductions = 0
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         x, y = batch
         found = self.net(x)
+        if self.sometimes and index % 2 == 0:
+            found = found + self.spare(found)
         self.kinds |= {type(self.net[1]).__module__.split(".")[0], str(found.dtype)}
         loss = nn.functional.mse_loss(found, y)
         self.log("loss", loss, sync_dist=True)
@@ -120,6 +123,10 @@ def checks(port: int, folder: str) -> dict[str, Any]:
         parts = Module(manual, seed=0)
         fit(parts, FullyShardStrategy(), 2, **settings)
         found[f"{name} sharded"] = close(ws.full_state_dict(parts), modules[1].state_dict())
+    some = [Module(seed=0, sometimes=True), Module(seed=0, sometimes=True)]
+    for one, strategy in zip(some, (StockStrategy(find_unused_parameters=True), FullyShardStrategy()), strict=True):
+        fit(one, strategy, accumulate_grad_batches=2)  # the batch that reduces does not use the spare layer
+    found["sometimes sharded"] = close(ws.full_state_dict(some[1]), some[0].state_dict())
     whole = Module()
     fit(whole, DDPStrategy(bucket_cap_mb=0.0001), 2)
     half, rest, path = Module(), Module(), str(Path(folder, "half.ckpt"))

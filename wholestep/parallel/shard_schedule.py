@@ -91,6 +91,12 @@ class ShardSchedule:
             self._ending = True
             at_end_of_backward(self._end_backward)
 
+    def reduce_kept(self) -> None:
+        """Reduces what backwards have kept of modules that none that reduces has used; then a collective."""
+        if any(bucket.syncs and any(one is not None for one in bucket.kept) for _, bucket in self._buckets):
+            with torch.no_grad():
+                self._end_backward()
+
     def _end_backward(self) -> None:
         self._ending, self._in_flight = False, None
         for group in self.groups:

@@ -241,7 +241,10 @@ def _parameters_of(module: nn.Module, ignored: set[int]) -> _Named:
                         "shard a module that has both, and not the one below"
                     )
             elif part_of(parameter) is not None:
-                raise ValueError(f"fully_shard: {name} is a part already, of another plan or group")
+                raise ValueError(
+                    f"fully_shard: {name} is a part already, of another plan or group, or tied to one of a module that "
+                    "is sharded by itself: shard a module that has both"
+                )
             else:
                 found.setdefault(id(parameter), (name, parameter, []))[2].append((owner, last))
     return list(found.values())

@@ -137,6 +137,12 @@ class FullyShardStrategy(DDPStrategy):
             for one in sharded:
                 one.set_requires_gradient_sync(True)
 
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """Each child is sharded by itself: one that the last of several batches did not use has kept its gradients."""
+        for one in self.lightning_module.modules():
+            if isinstance(one, FSDPModule):
+                one._parameter_group.schedule.reduce_kept()
+
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """With whole tensors."""
         return full_state_dict(self.lightning_module)
