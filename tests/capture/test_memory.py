@@ -1,5 +1,6 @@
 """Memory that captures leave behind: what refers to itself is freed by the collector, however often one captures."""
 
+import gc
 import weakref
 from typing import Any
 
@@ -51,3 +52,15 @@ def test_patches_go_when_they_end() -> None:
     assert isinstance(found(), Patch) and Owner.flag == 2
     patches.restore()
     assert found() is None and Owner.flag == 1
+
+
+def test_a_generator_among_the_arguments_is_not_kept_alive() -> None:
+    compiled, generator = ws.compile(lambda x, g: x + torch.rand(2, generator=g), fullgraph=True), torch.Generator()
+    for _ in range(2):
+        compiled(torch.ones(2), generator)
+    alive = weakref.ref(generator)
+    del generator
+    gc.collect()
+    assert alive() is None
+    other, same = (torch.Generator().manual_seed(1) for _ in range(2))
+    assert torch.equal(compiled(torch.ones(2), other), 1 + torch.rand(2, generator=same))

@@ -83,7 +83,7 @@ class FastPath:
         per_call = {id(t): name for name, t in self._per_call.tensors}
         found: dict[str, str] = {}
         for generator, source in snap.reachable.generators.values():
-            found[source.path] = write.name(generator)  # guarded by identity
+            found[source.path] = self._per_call.weakly(generator)  # guarded by identity
         for tensor in snap.tensors.values():
             found[tensor.source.path] = write.tensors.get(id(tensor.tensor)) or per_call.get(id(tensor.tensor), "")
         for number in snap.numbers:

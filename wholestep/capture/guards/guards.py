@@ -176,7 +176,7 @@ def _value_guard(reached: Reachable, source: Source, value: Any, found: list[Gua
         found.append(Guard(source, "value", value))
     elif isinstance(value, types.FunctionType) and first is not None:
         found.append(Guard(source, "code", value.__code__))
-    elif isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType, torch.Generator, *OPERATORS)) or \
+    elif isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType, *OPERATORS)) or \
             is_one_of_a_kind(type(value)):
         found.append(Guard(source, "identity", value))
     elif first is None or isinstance(value, GETTERS):
