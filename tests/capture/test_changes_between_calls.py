@@ -452,6 +452,34 @@ def test_other_methods_and_hooks_of_all_modules_are_another_step(name: str) -> N
     assert served.captures == 2 and len(served.recompiles) == 1
 
 
+class Two:
+    def factor(self) -> float:
+        return 2.0
+
+
+class Three:
+    def factor(self) -> float:
+        return 3.0
+
+
+@pytest.mark.parametrize("change", [
+    lambda kind, module: setattr(kind, "__bases__", (Three,)),
+    lambda kind, module: setattr(kind, "factor", lambda self: 5.0),
+    lambda kind, module: setattr(kind, "__bool__", lambda self: False),
+    lambda kind, module: setattr(module, "act", thrice),
+])  # fmt: skip
+def test_what_a_class_without_attributes_gets_is_another_step(change: Callable[[Any, Any], Any]) -> None:
+    kind, module = type("Empty", (Two,), {}), types.ModuleType("made_by_hand")
+    module.act = twice  # type: ignore[attr-defined]
+    one = kind()
+    step = lambda x: module.act(x) * one.factor() + (1 if one else 7)  # noqa: E731
+    served, x = ws.compile(step, fullgraph=True), torch.ones(2)
+    for act in (lambda *_: None, change, lambda *_: None):
+        act(kind, module)
+        assert torch.equal(served(x), step(x))
+    assert served.captures == 2
+
+
 def twice(x: Tensor, **given: Any) -> Tensor:
     return x * 2
 
@@ -472,6 +500,15 @@ def test_another_function_within_a_callable_is_another_step(wrap: Callable[[Any]
     for fn in (twice, thrice, thrice, twice):
         held.act = wrap(fn)
         assert torch.equal(served(x), step(x))
+
+
+def test_another_weak_method_is_another_step() -> None:
+    owners = Two(), Three()
+    held = types.SimpleNamespace(of=weakref.WeakMethod(owners[0].factor))
+    served, x = ws.compile(lambda x: x * held.of()(), fullgraph=True), torch.ones(2)
+    for owner in (*owners, owners[0]):
+        held.of = weakref.WeakMethod(owner.factor)
+        assert torch.equal(served(x), x * owner.factor())
 
 
 def test_the_kernels_of_attention_are_those_chosen_outside() -> None:

@@ -724,7 +724,8 @@ def test_mkls_square_root_is_that_of_torch():
         kernel(1000, x.data_ptr(), made.data_ptr(), 0x2 | 0x100 | 0x140000)
         assert torch.equal(made, torch.sqrt(x))
         local = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(threads)
-        assert [local(1), local(3), local(0), local(0)] == [0, 1, 3, 0]
+        before = local(3)
+        assert local(before) == 3
 
 
 def test_the_blas_is_that_of_torchs_products():

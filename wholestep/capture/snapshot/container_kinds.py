@@ -125,6 +125,7 @@ def _read_cell(cell: CellType) -> Contents:
 
 # The fields of what has no table of attributes, or other things besides in it.
 _FIELDS: dict[type, tuple[str, ...]] = {
+    type: ("__bases__",),
     FunctionType: ("__defaults__", "__kwdefaults__"),
     MethodType: ("__self__", "__func__"),
     **dict.fromkeys((functools.partial, functools.partialmethod), ("func", "args", "keywords")),

@@ -124,7 +124,8 @@ def _view(found: Reachable, view: Any, source: sources.Source) -> None:
 def _weak(found: Reachable, reference: Any, source: sources.Source) -> None:
     """Where only a weak reference leads; what libraries keep by such is their own."""
     inner = sources.referent(reference)
-    if isinstance(inner, (torch.Tensor, torch.nn.Module)) or is_user_class(type(inner)):
+    owner = inner.__self__ if isinstance(inner, types.MethodType) else inner
+    if isinstance(owner, (torch.Tensor, torch.nn.Module)) or is_user_class(type(owner)):
         found.queue(inner, sources.Referent(source))
 
 
@@ -190,9 +191,8 @@ _DESCRIPTORS = (functools.partialmethod, functools.cached_property, functools.si
 def _class(found: Reachable, kind: type, source: sources.Source) -> None:
     if not is_user_class(kind):
         return
-    found.add_attributes(kind, source)
-    for index, base in enumerate(kind.__bases__):
-        found.queue(base, sources.Item(sources.Attr(source, "__bases__"), index))
+    found.add(kind, source, kinds.CLASS)
+    _has_fields(found, kind, source)
     found.queue(type(kind), sources.Attr(source, "__class__"))
     found.names_read.names.update(vars(kind).get("__match_args__", ()))
     for name, member in vars(kind).items():
@@ -354,7 +354,7 @@ def _method(found: Reachable, method: types.MethodType, source: sources.Source) 
 UNGUARDED: tuple[type, ...] = (
     numpy.ndarray, bytearray, array.array, memoryview, mmap.mmap, ctypes.Array, ctypes.Structure, ctypes.Union,
     ctypes.c_int.__mro__[1],  # the base of all single numbers
-    contextvars.ContextVar, queue.SimpleQueue, BaseException, Element, decimal.Context,
+    contextvars.ContextVar, queue.SimpleQueue, BaseException, Element, decimal.Context, weakref.finalize,
     type(hashlib.sha256()),
 )  # fmt: skip
 DATA = (types.SimpleNamespace, argparse.Namespace, UserDict, UserList)  # objects that hold data, as containers do

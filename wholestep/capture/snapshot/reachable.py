@@ -109,7 +109,7 @@ class Reachable:
         asking: globals of functions that ask for types, and the function by which they ask.
         hidden: attributes that no code named so far.
         trained: ids of the tensors that optimizers train.
-        bare: what had no attributes when it was met: tensors, functions and classes.
+        bare: what had no attributes when it was met: tensors and functions.
         unguarded: what holds values that no guard compares.
         waiting: what is walked when all else is: classes, then optimizers and schedulers.
     """
@@ -164,13 +164,9 @@ class Reachable:
         return container
 
     def add_attributes(self, value: Any, source: Source, before: Contents | None = None) -> None:
-        """Records the attributes of an object or a class: those that it has, or those that it had."""
-        if isinstance(value, type):
-            table, where, kind = value, source, kinds.CLASS
-        else:
-            table, where, kind = vars(value), Vars(source), kinds.ATTRIBUTES
-        if before is not None or kind.read(table):
-            self.add(table, where, kind, value, before=before)
+        """Records the attributes of an object: those that it has, or those that it had."""
+        if before is not None or vars(value):
+            self.add(vars(value), Vars(source), kinds.ATTRIBUTES, value, before=before)
         else:
             self.bare.append((value, source))
 
@@ -178,8 +174,7 @@ class Reachable:
         """Records of what has attributes now that it had none when it was met."""
         bare, self.bare = self.bare, []
         for value, source in bare:
-            given = kinds.class_values(value) if isinstance(value, type) else vars(value)
-            self.add_attributes(value, source, {} if given else None)
+            self.add_attributes(value, source, {} if vars(value) else None)
 
     def child(self, container: Container, key: Any) -> Source:
         """The source of what a container holds, or may come to hold, at a key."""

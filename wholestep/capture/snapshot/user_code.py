@@ -111,9 +111,12 @@ def is_user_class(kind: type) -> bool:
     return _is_user_module(kind.__module__)
 
 
-def is_user_module(module: ModuleType) -> bool:
-    """True for a Python module that is neither built in nor of a library."""
-    return bool(getattr(module, "__file__", None)) and _is_user_module(module.__name__)
+def is_user_module(module: object) -> bool:
+    """True for a Python module that is neither built in nor of a library; for one that was made by hand, too."""
+    if not isinstance(module, ModuleType):
+        return False
+    name = module.__name__
+    return bool(getattr(module, "__file__", None) or name not in sys.modules) and _is_user_module(name)
 
 
 def is_installed(kind: type) -> bool:
