@@ -45,6 +45,7 @@ from wholestep.torch_compat import (
     IS_ALL_TRUE,
     IS_VIEW,
     PACKED_SEQUENCES,
+    PROFILER,
     SINGLE_TENSOR_UPDATES,
     TENSOR_BASE,
     UNSCALE_GRADIENTS,
@@ -61,6 +62,7 @@ from wholestep.torch_compat import (
     asks_for_full_state,
     at_end_of_backward,
     attention_kernels,
+    begin_profiled_range,
     below_autograd,
     casts,
     casts_where_called,
@@ -215,6 +217,16 @@ def test_torchs_getters_of_full_states_are_seen():
         get_optimizer_state_dict(model, opt, options=StateDictOptions(full_state_dict=full))
     model.state_dict()
     assert asked == sorted(asked, reverse=True) and asked.count(True) == asked.count(False) - 1
+
+
+def test_profilers_show_ranges_that_are_begun_and_ended_by_hand():
+    table, key = PROFILER
+    assert table[key] is False
+    with torch.profiler.profile(record_shapes=True) as profile:
+        assert table[key] is True
+        begin_profiled_range("by_hand", torch.ones(2, 3))()
+    (event,) = [event for event in profile.events() if event.name == "by_hand"]
+    assert event.input_shapes == [[2, 3]]
 
 
 def test_operators_are_overloads():

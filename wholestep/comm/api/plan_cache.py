@@ -44,7 +44,7 @@ def _set_up() -> bool:
 
 
 available = _set_up()
-if native is not None and hasattr(native, "quick_profiler"):  # not in an extension built before
+if native is not None:
     native.quick_profiler(*PROFILER)
 
 
