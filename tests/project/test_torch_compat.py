@@ -619,7 +619,9 @@ def test_batch_norm_reads_its_count_as_a_float():
 
 def test_functions_that_read_and_set_settings():
     getters, setters = setting_functions()
-    assert len([getter() for getter in getters if "fp32" not in getter.__name__]) > 20
+    assert len(getters) > 20
+    if torch.version.cuda is None or torch.cuda.is_available():  # some of such a build's ask the driver
+        assert len([getter() for getter in getters if "fp32" not in getter.__name__]) > 20
     for name in ("set_num_threads", "_set_mkldnn_enabled", "_set_float32_matmul_precision"):
         getter, setter = setters[name]
         setter(getter())

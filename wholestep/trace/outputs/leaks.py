@@ -145,9 +145,14 @@ def made_at(value: Any) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, types.CodeType) else ""
 
 
+def _referrers(values: list[Any]) -> list[Any]:
+    given = tuple(values)  # which Python 3.13 counts
+    return [holder for holder in gc.get_referrers(*given) if holder is not given]
+
+
 def _held(values: list[Any]) -> set[int]:
     """ids of what variables and the objects that the garbage collector sees hold, besides the list itself."""
-    holders = [h for h in gc.get_referrers(*values) if h is not values and not isinstance(h, fx.Node)]
+    holders = [h for h in _referrers(values) if h is not values and not isinstance(h, fx.Node)]
     return {*_variables(), *map(id, gc.get_referents(*holders))}
 
 
@@ -162,7 +167,7 @@ def _holder(value: Any, known: list[Any]) -> str | None:
         above.clear()
         seen |= {id(level), id(above), *map(id, level)}
         # a node shows what a capture has seen there: the graphs that a compiler was given are no leaks
-        above += [h for h in gc.get_referrers(*level) if id(h) not in seen and not isinstance(h, fx.Node)]
+        above += [h for h in _referrers(level) if id(h) not in seen and not isinstance(h, fx.Node)]
         for holder in above:
             seen.add(id(holder))
             below = next((o for o in level if _holds(holder, o)), level[0])

@@ -143,7 +143,7 @@ def _in_our_words(error: Exception, refusal: CaptureError | None) -> CaptureErro
     if isinstance(error, TypeError) and is_for_plain(error) and refusal is None:
         remedy = f"give it float(…) or int(…) of the number; if it comes from a tensor, {OTHERWISE}"
         return DataDependentError(f"Python needs a plain number: {error}", line_of(error), remedy)
-    if isinstance(error, TypeError) and "match pattern must be a type" in str(error):
+    if isinstance(error, TypeError) and "match pattern must be a" in str(error):
         what = "the step has a class pattern of type itself, for which another function stands while it is traced"
         return UnsupportedError(what, line_of(error), "write isinstance(value, type) in its place")
     if makes_subclass(error):
