@@ -67,8 +67,9 @@ class Verdict(NamedTuple):
 
 # Kinds of files that are also memory, which torch and Python write to for purposes of their own.
 IN_MEMORY = (io.StringIO, io.BytesIO)
-# Code whose acts are none of the step's: warnings, which are said once, and imports.
-_LET_PASS = (warnings.__file__, "<frozen")
+# Code whose acts are none of the step's: warnings, which are said once, imports, and torch's compiler, which torch 2.11
+# asks for its folder wherever a function is put under it.
+_LET_PASS = (warnings.__file__, "<frozen", os.path.join(os.path.dirname(torch.__file__), "_inductor", ""))
 # Code between what a user calls and what asks.
 _BETWEEN = {__file__, patches.__file__, random.__file__, os.__file__, "<frozen os>", "<frozen _collections_abc>"}
 
