@@ -100,11 +100,12 @@ class Placement:
 
 
 # CPU kernels whose result may lie over the first operand: they read all of a row before they write it, or add to it.
-OVER_FIRST = {
+ROW_BY_ROW = {
     aten._softmax.default, aten._log_softmax.default,
     aten._softmax_backward_data.default, aten._log_softmax_backward_data.default,
-    aten.addmm.default, aten.addbmm.default, aten.baddbmm.default, aten.addmv.default,
 }  # fmt: skip
+ACCUMULATE = {aten.addmm.default, aten.addbmm.default, aten.baddbmm.default, aten.addmv.default}
+_OVER_FIRST = ROW_BY_ROW | ACCUMULATE
 
 
 def way(node: fx.Node) -> How | None:
@@ -126,7 +127,7 @@ def may_write_over(live: Liveness, node: fx.Node, root: fx.Node, how: How) -> bo
         return True
     if any(layout(info(o).value) != layout(info(node).value) for o in mine):
         return False
-    over_first = node.target in OVER_FIRST and info(node).value.device.type == "cpu"
+    over_first = node.target in _OVER_FIRST and info(node).value.device.type == "cpu"
     if over_first or how in ("scatter", "collective") or (how == "inplace" and not is_pointwise(node.target)):
         return len(mine) == 1 and mine[0] is node.args[0]
     item = live.items[live.item_of[node]]
