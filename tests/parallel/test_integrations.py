@@ -28,6 +28,7 @@ def test_lightning(tmp_path):
         assert each["sometimes sharded"], "a layer that the batch that reduces does not use"
         assert each["sharded saved"] == [(8, 6), (4, 6), (8, 6)], "whole tensors, of parts"
         assert "FullyShardStrategy: scale is in no module under fully_shard" in each["loose"]
+        assert "EMAWeightAveraging copies the module before it is divided" in each["averaging"]
         assert each["logged"] == ["metrics.csv"], "by rank 0 alone"
         assert each["synced"] == (["torch.bfloat16", "wholestep"], "torch")
         assert "did not receive grad for rank" in each["unused"] and "spare.weight, spare.bias" in each["unused"]

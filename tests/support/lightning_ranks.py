@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.precision import FSDPPrecision
 from lightning.pytorch.strategies import DDPStrategy as StockStrategy
@@ -153,6 +154,7 @@ def checks(port: int, folder: str) -> dict[str, Any]:
     found["averaged"] = [round(float(one.double().sum()), 9) for one in averaged.parameters()]
     for name, strategy, module, settings in (
         ("loose", FullyShardStrategy(), Loose(), {}),
+        ("averaging", FullyShardStrategy(), Module(), {"callbacks": [EMAWeightAveraging()]}),
         ("unused", DDPStrategy(), Module(unused=True), {}),
         ("no period", DDPStrategy(**hook), Module(), {}),
         ("precision", DDPStrategy(precision_plugin=FSDPPrecision("bf16-mixed")), Module(), {}),

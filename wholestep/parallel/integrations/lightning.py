@@ -19,7 +19,7 @@ from wholestep.tensor_parts import part_of
 from wholestep.torch_compat import BatchNorm
 
 try:
-    from lightning.pytorch import strategies
+    from lightning.pytorch import callbacks, strategies
     from lightning.pytorch.plugins import LayerSync
     from lightning.pytorch.plugins.precision import DeepSpeedPrecision, FSDPPrecision, XLAPrecision
     from lightning.pytorch.strategies.strategy import _ForwardRedirection
@@ -27,6 +27,8 @@ except ImportError as missing:
     raise extra_needed("lightning") from missing
 
 _OF_OTHER_STRATEGIES = (DeepSpeedPrecision, FSDPPrecision, XLAPrecision)
+_AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")  # the second is new in Lightning 2.6
+_AVERAGING_CALLBACKS = tuple(getattr(callbacks, name) for name in _AVERAGING if hasattr(callbacks, name))
 
 
 class DDPStrategy(strategies.DDPStrategy):
@@ -105,11 +107,18 @@ class FullyShardStrategy(DDPStrategy):
     gathers. Values are those that each rank's module has: seed all of them alike.
 
     Raises:
-        ValueError: a parameter that is to be trained is in no module under `fully_shard`.
+        ValueError: a parameter that is to be trained is in no module under `fully_shard`; a callback that averages
+            weights.
     """
 
     def setup(self, trainer: Any) -> None:
         """Divides the module, before optimizers are made."""
+        averaging = [type(one).__name__ for one in trainer.callbacks if isinstance(one, _AVERAGING_CALLBACKS)]
+        if averaging:
+            raise ValueError(
+                f"{type(self).__module__}.FullyShardStrategy: {averaging[0]} copies the module before it is divided, "
+                "so its copy is whole where the module has parts: use DDPStrategy, or average in a hook of the module"
+            )
         strategies.Strategy.setup(self, trainer)
 
     def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
