@@ -129,7 +129,8 @@ def test_a_port_that_torch_distributed_has_is_told_on_every_rank_and_its_store_i
 
 
 FORGETFUL = """
-import os, sys, torch
+import os, sys, torch, warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
 from wholestep import comm
 comm.init_process_group("{0}")
 comm.all_reduce(torch.ones(4))
