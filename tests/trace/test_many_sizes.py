@@ -18,7 +18,7 @@ from wholestep.lower.plan.arena import GrowingArena, Slot, place
 from wholestep.sizes import Size, SizeDecisions, plain
 
 F = nn.functional
-# Before torch 2.13 a `matmul` of three dimensions decides on its sizes: each has a program, and its first call is eager's.
+# Before torch 2.13 a `matmul` of three dimensions decides on its sizes: each has a program and is first run in eager.
 MATMUL_DECIDES = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
