@@ -502,6 +502,21 @@ def test_another_function_within_a_callable_is_another_step(wrap: Callable[[Any]
         assert torch.equal(served(x), step(x))
 
 
+@pytest.mark.parametrize("method", [
+    lambda number: functools.partialmethod(lambda self, x, by: x * by, by=number),
+    lambda number: by(number, functools.singledispatchmethod),
+    lambda number: staticmethod(lambda x: x * number), lambda number: classmethod(lambda cls, x: x * number),
+    lambda number: property(lambda self: lambda x: x * number),
+])  # fmt: skip
+def test_another_special_method_is_another_step(method: Callable[[float], Any]) -> None:
+    kind = type("Called", (), {"__call__": method(2.0)})
+    one, x = kind(), torch.ones(2)
+    served = ws.compile(lambda x: one(x), fullgraph=True)
+    for number in (2.0, 3.0, 2.0):
+        kind.__call__ = method(number)  # type: ignore[operator]
+        assert torch.equal(served(x), one(x))
+
+
 def test_another_weak_method_is_another_step() -> None:
     owners = Two(), Three()
     held = types.SimpleNamespace(of=weakref.WeakMethod(owners[0].factor))

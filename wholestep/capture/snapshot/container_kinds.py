@@ -165,12 +165,17 @@ def _read_globals(used: UsedGlobals) -> Contents:
     return {name: table[name] for name in used.names if name in table and not is_put_into(table, name)}
 
 
+# What a special method may be; others of such names are what Python keeps about a class.
+_METHODS = (FunctionType, staticmethod, classmethod, property, functools.partial, functools.partialmethod,
+            functools.singledispatchmethod)  # fmt: skip
+
+
 def class_values(kind: type) -> Contents:
     """What a user's class holds, its functions included: what code may read through the class."""
     return {
         name: value
         for name, value in vars(kind).items()
-        if (isinstance(value, FunctionType) or not (name.startswith("__") and name.endswith("__")))
+        if (isinstance(value, _METHODS) or not (name.startswith("__") and name.endswith("__")))
         and not name.startswith("_abc_")
     }
 
