@@ -72,7 +72,7 @@ def commit(path: Path, name: str, index: dict[str, Any]) -> None:
     os.rename(path / f".{name}", path / name)
     new = path / f"{INDEX}.new"
     with open(new, "w", encoding="utf8") as file:
-        file.write(_text({"format": FORMAT, "shards": name} | index))
+        json.dump({"format": FORMAT, "shards": name} | index, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     sync(path)
@@ -80,18 +80,6 @@ def commit(path: Path, name: str, index: dict[str, Any]) -> None:
     sync(path)
     sync(path.parent)
     _clean(path, name)
-
-
-def _text(index: dict[str, Any]) -> str:
-    """JSON with a line for each tensor and for each parameter's state."""
-
-    def lines(value: Any, depth: int) -> str:
-        if depth == 0 or not isinstance(value, dict) or not value:
-            return json.dumps(value)
-        inner = (f"{json.dumps(key)}: {lines(v, depth - 1)}" for key, v in value.items())
-        return "{\n" + ",\n".join(inner) + "\n}"
-
-    return lines(index, 3) + "\n"
 
 
 def discard(path: Path, name: str) -> None:
