@@ -71,7 +71,7 @@ def test_addresses_that_are_none(address, words):
 def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(comm.DistNetworkError, match=f"cannot listen on 127.0.0.1:{port}.*choose a free port"):
+        with pytest.raises(comm.DistNetworkError, match=f"cannot listen on 127.0.0.1:{port}.*Choose a free one"):
             comm.init_process_group("null", f"tcp://127.0.0.1:{port}", SHORT, 1, 0)
 
 

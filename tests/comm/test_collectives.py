@@ -238,8 +238,15 @@ def test_arguments_odd_tensors_messages_and_objects(transport):
 
 
 def what_gloo_can():
-    for part in (wrong_dtypes, wrong_sizes, odd_tensors, unsigned, messages, objects, futures):
+    for part in (wrong_dtypes, wrong_sizes, odd_tensors, messages, objects, futures):
         part()
+    rank = comm.get_rank()
+    for dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
+        moved = torch.tensor([rank + 7], dtype=dtype)
+        with pytest.raises(TypeError, match=f"all_reduce: gloo does not reduce {dtype}: convert to a wider type first"):
+            comm.all_reduce(moved)
+        comm.broadcast(moved, 1)
+        assert moved.item() == 8
 
 
 def test_arguments_messages_and_objects_over_gloo():

@@ -225,7 +225,7 @@ def test_garbage_after_the_greeting_ends_one_connection_only():
 
 def test_a_port_that_is_taken_and_one_where_nobody_is():
     store = comm.TCPStore("localhost", 0, is_master=True)
-    with pytest.raises(comm.DistNetworkError, match="choose a free port"):
+    with pytest.raises(comm.DistNetworkError, match="Choose a free one"):
         comm.TCPStore("localhost", store.port, is_master=True)
     port = store.port
     store.close()

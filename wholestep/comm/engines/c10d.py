@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as options  # the home of the options that not every release re-exports
 
 from wholestep.comm.api import collective_table as table
-from wholestep.comm.engines.c10d_adapters import EngineWork, LengthPrefixed, TorchStore, movable, reducible_as
+from wholestep.comm.engines.c10d_adapters import KNOWN, EngineWork, LengthPrefixed, TorchStore, movable
 from wholestep.comm.engines.reference_reduce import average
 from wholestep.comm.process_group import (
     DEFAULT_TIMEOUT,
@@ -104,17 +104,6 @@ def torch_world() -> tuple[int, int, Store] | None:
 def is_whole_world(group: Any) -> bool:
     """True for torch.distributed's default group, over whichever backend."""
     return group is not None and dist.is_initialized() and group is dist.group.WORLD
-
-
-def torch_store_at(host: str, port: int) -> bool:
-    """True when torch's own process group exists in this process and a store of torch's answers there."""
-    if not dist.is_initialized():
-        return False
-    try:
-        dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=2), wait_for_workers=False)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _engine_class(backend: str) -> Any:
@@ -254,28 +243,31 @@ class C10dGroup(ProcessGroup):
     def _reduce(
         self, op: str, words: str, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Options
     ) -> Work:
-        """Gloo knows neither AVG nor PREMUL_SUM, so they scale after or before, and not every dtype. It has no
-        reduce-scatter: an all-reduce of which one part is kept. Its reduce sums in the tensors of all ranks."""
+        """Gloo knows neither AVG nor PREMUL_SUM, so they scale after or before. It has no reduce-scatter: an all-reduce
+        of which one part is kept. Its reduce sums in the tensors of all ranks.
+
+        Raises:
+            TypeError: a dtype that engines do not reduce.
+        """
+        if ins[0].dtype not in KNOWN:
+            raise TypeError(f"{op}: {self.backend_name} does not reduce {ins[0].dtype}: convert to a wider type first")
         scratch = ins[0] if op == "all_reduce" else torch.stack(ins)
         if opts.op is RedOpType.PREMUL_SUM and opts.factor is not None:
             scratch.copy_(scratch * opts.factor)
         made = self._options(options.ReduceOptions if op == "reduce" else options.AllreduceOptions, opts)
         made.reduceOp = dist.ReduceOp.SUM if opts.op in (RedOpType.AVG, RedOpType.PREMUL_SUM) else _OPS[opts.op]
-        carrier, restore = reducible_as(scratch, opts.op)
 
         def start() -> Any:
-            return (self._engine.reduce if op == "reduce" else self._engine.allreduce)([carrier], made)
+            return (self._engine.reduce if op == "reduce" else self._engine.allreduce)([scratch], made)
 
         def finish() -> None:
-            if restore is not None:
-                restore()
             if opts.op is RedOpType.AVG:
                 scratch.copy_(average(scratch, self._size))
             if op == "reduce_scatter" or (op == "reduce" and opts.root == self._rank):
                 outs[0].copy_(scratch[self._rank if op == "reduce_scatter" else 0].view_as(outs[0]))
 
         work = self._call(op, words, outs, start)
-        plain = op == "all_reduce" and restore is None and opts.op is not RedOpType.AVG
+        plain = op == "all_reduce" and opts.op is not RedOpType.AVG
         return work if plain else All([work], outs, finish)
 
     def _all_to_all(self, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Options) -> Work:

@@ -86,13 +86,13 @@ class Connection:
                 if time.monotonic() >= end:
                     raise
 
-    def some(self, most: int, end: float, flags: int = 0) -> bytes:
+    def some(self, most: int, end: float) -> bytes:
         """What has arrived, at least a byte.
 
         Raises:
             OSError: nothing has come until ``end``, or the other side has closed the connection.
         """
-        data: bytes = self._call(end, "recv", most, flags)
+        data: bytes = self._call(end, "recv", most)
         if not data:
             raise OSError("the connection was closed")
         return data

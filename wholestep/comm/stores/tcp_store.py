@@ -19,7 +19,6 @@ import time
 import weakref
 from datetime import timedelta
 
-from wholestep.comm.engines.c10d import torch_store_at
 from wholestep.comm.stores.store import DEFAULT_STORE_TIMEOUT, Store
 from wholestep.comm.stores.tcp_server import HELLO, MAX_FRAME, MAX_GREETING, Connection, Server, pack, proof
 from wholestep.errors import DistNetworkError
@@ -27,7 +26,8 @@ from wholestep.errors import DistNetworkError
 SECRET_VARIABLE = "WHOLESTEP_SECRET"
 SLACK = 5.0  # seconds that the server's answer may take beyond what it was asked to wait
 CLOSINGS = 5.0  # seconds for which a connection that is closed at once is made again: the server may lack descriptors
-SILENCE = 3.0  # seconds until whoever listens is asked whether it is another kind of store
+SILENCE = 60.0  # seconds that whoever listens has to greet
+ANOTHER = "is it the port of another program, or of torch.distributed's own process group? Choose a free one (0: any)"
 
 _open: weakref.WeakSet[TCPStore] = weakref.WeakSet()
 
@@ -114,11 +114,9 @@ class TCPStore(Store):
             listener.bind(address)
             listener.listen(1024)
         except OSError as failure:
-            remedy = "choose a free port (0 for any)"
+            remedy = ANOTHER
             if failure.errno == errno.EADDRNOTAVAIL:
                 remedy = f"{self.host} is no address of this host: start rank 0 where it is"
-            elif torch_store_at(self.host, self.port):
-                remedy = self._torch_has_it()
             raise DistNetworkError(
                 f"TCPStore: cannot listen on {self.host}:{self.port}: {failure}; {remedy}"
             ) from failure
@@ -126,15 +124,9 @@ class TCPStore(Store):
         self._server = Server(listener, self._secret)
         weakref.finalize(self, self._server.close).atexit = False
 
-    def _torch_has_it(self) -> str:
-        return (
-            f"the store of torch.distributed's own process group has that port: give this one another, by "
-            f"init_method='tcp://{self.host}:{self.port + 1}', say"
-        )
-
     def _connect(self) -> None:
         """Connects, trying again while the master may not be up yet, and proves both sides' secret."""
-        end, closed, pause = time.monotonic() + self._timeout.total_seconds(), 0.0, 0.01
+        end, reached, pause = time.monotonic() + self._timeout.total_seconds(), 0.0, 0.01
         while True:
             try:
                 self._connection = Connection.to((self.host, self.port), end, SLACK)
@@ -145,12 +137,12 @@ class TCPStore(Store):
                         "has rank 0, which serves the store there, been started?"
                     ) from failure
             else:
+                reached = reached or time.monotonic()
                 try:
                     self._authenticate(self._connection, end)
                     return
                 except OSError as failure:
-                    closed = closed or time.monotonic()
-                    if time.monotonic() >= min(end, closed + CLOSINGS):
+                    if time.monotonic() >= min(end, reached + CLOSINGS):
                         raise self._foreign(f"it listens, but does not greet: {failure}") from failure
                 except (ValueError, struct.error) as failure:
                     raise self._foreign(f"it does not answer as a store: {failure}") from failure
@@ -158,17 +150,12 @@ class TCPStore(Store):
             pause = min(2 * pause, 0.5)
 
     def _foreign(self, what: str) -> DistNetworkError:
-        why = self._torch_has_it() if torch_store_at(self.host, self.port) else "is it another program's port?"
-        return DistNetworkError(f"TCPStore: {self.host}:{self.port} refused this rank: {what}; {why}")
+        return DistNetworkError(f"TCPStore: {self.host}:{self.port} refused this rank: {what}; {ANOTHER}")
 
     def _authenticate(self, connection: Connection, end: float) -> None:
         connection.send(HELLO, end)
-        try:
-            connection.some(1, min(end, time.monotonic() + SILENCE), socket.MSG_PEEK)
-        except TimeoutError:
-            if torch_store_at(self.host, self.port):
-                raise self._foreign("it says nothing") from None
-        (nonce,), mine = connection.receive(end, MAX_GREETING), secrets.token_bytes(32)
+        begun = min(end, time.monotonic() + SILENCE)
+        (nonce,), mine = connection.receive(begun, MAX_GREETING), secrets.token_bytes(32)
         connection.send(pack(proof(self._secret, b"client", nonce), mine), end)
         answer = connection.receive(end, MAX_GREETING)
         if answer[0] == b"error":
