@@ -117,16 +117,21 @@ class _DataDescriptor(_Descriptor):
 class _Object:
     """Stands in a module for what is no function of Python: not bound by a class, and asked about as a class."""
 
+    __slots__ = ("__weakref__", "patch")
+
     def __init__(self, patch: Patch) -> None:
-        known: dict[str, Any] = {name: getattr(patch.original, name, None) for name in functools.WRAPPER_ASSIGNMENTS}
-        self.__dict__.update(known, patch=patch)
+        self.patch = patch
+
+    def __getattribute__(self, name: str) -> Any:
+        patch = object.__getattribute__(self, "patch")
+        return object.__getattribute__(self, name) if name in _OWN else getattr(patch.original, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.patch.chosen()(*map(unpatched, args), **kwargs)
         return self if result is self.patch.original else result  # `type(cls) is type`
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["patch"].original, name)
+    def __getitem__(self, item: Any) -> Any:
+        return self.patch.original[item]
 
     def __repr__(self) -> str:
         return repr(self.patch.original)
@@ -135,14 +140,10 @@ class _Object:
         return dir(self.patch.original)
 
     def __instancecheck__(self, value: object) -> bool:
-        return isinstance(unpatched(value), self._kind())
+        return isinstance(unpatched(value), _kind(self.patch))
 
     def __subclasscheck__(self, kind: type) -> bool:
-        return issubclass(unpatched(kind), self._kind())
-
-    def _kind(self) -> Any:
-        chosen = self.patch.chosen()
-        return chosen if isinstance(chosen, type) else self.patch.original
+        return issubclass(unpatched(kind), _kind(self.patch))
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         return (self.patch.original,)
@@ -161,6 +162,14 @@ class _Object:
 
     def __reduce__(self) -> str:
         return self.patch.name
+
+
+_OWN = frozenset(("patch", "__reduce__", "__reduce_ex__", "__mro_entries__"))  # what is its own of an `_Object`
+
+
+def _kind(patch: Patch) -> Any:
+    chosen = patch.chosen()
+    return chosen if isinstance(chosen, type) else patch.original
 
 
 def unpatched(value: Any) -> Any:

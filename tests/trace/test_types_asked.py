@@ -83,6 +83,8 @@ QUESTIONS: dict[str, Callable[[Any], Any]] = {
     "type itself": lambda n: (type(float) is type, isinstance(int, type), type(type(n)) is type, issubclass(int, type)),
     "type of a class": lambda n: (f"{type(int)} {type!r}" == "<class 'type'> <class 'type'>", isinstance(type, type),
                                   issubclass(type, type), type(type) is type, "mro" in dir(type)),
+    "what type has": lambda n: (type.__dict__["__mro__"].__get__(int) == int.__mro__, type.__call__(int, 3) == 3,
+                                vars(type) is type.__dict__, str(type[int]) == "type[int]"),
 }  # fmt: skip
 
 
