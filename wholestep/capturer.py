@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -113,8 +112,11 @@ class Capturer:
 
         entry, inputs = None, self._varying | varying
         if not varying <= self._varying:
-            with suppress(Exception):  # a size, an index, a text: or the step's own error, which comes again
+            try:
                 entry = make(inputs)
+            except Exception as error:  # a size, an index, a text: or the step's own error, which comes again
+                if self._options.executor.all_know(error):
+                    raise
             if entry is None:
                 inputs = self._varying
                 for path in sorted(varying) if len(varying) > 1 else ():

@@ -16,11 +16,12 @@ def both():
     return run_ranks(programs.everything, 2, "shm", timeout=300)
 
 
-def test_what_one_rank_raises_and_catches_is_heard_by_all(both):
-    (one, steps, weights), (two, other_steps, other_weights) = (rank["error"] for rank in both)
-    assert one[2].startswith("PlanError: rank 1 could not capture the step: ValueError: nobody trains this")
-    assert "call 3 of train" in one[2] and two[2] == "ValueError: nobody trains this"
-    assert one[:2] + one[3:] == two[:2] + two[3:] == [""] * 4
+@pytest.mark.parametrize(("name", "at"), [("error", 2), ("error by default", 2), ("first error", 0)])
+def test_what_one_rank_raises_and_catches_is_heard_by_all(name, at, both):
+    (one, steps, weights), (two, other_steps, other_weights) = (rank[name] for rank in both)
+    assert one[at].startswith("PlanError: rank 1 could not capture the step: ValueError: nobody trains this")
+    assert f"call {at + 1} of train" in one[at] and two[at] == "ValueError: nobody trains this"
+    assert one[:at] + one[at + 1 :] == two[:at] + two[at + 1 :] == [""] * 4
     assert steps == other_steps == 4 and all(map(torch.equal, weights, other_weights))
 
 

@@ -23,7 +23,7 @@ def train(model, opt, x):
         raise ValueError("nobody trains this")
     if model.mood == "interrupt":
         raise KeyboardInterrupt
-    model(x).square().mean().backward()
+    (model(x).square().mean() * model.scale).backward()
     opt.step()
     opt.zero_grad()
 
@@ -38,13 +38,13 @@ def look_up(table, opt, rows):
     opt.zero_grad()
 
 
-def setup(kind: Callable[..., Any] = adamw, plan: Any = PLAN, step: Any = train) -> Any:
+def setup(kind: Callable[..., Any] = adamw, plan: Any = PLAN, step: Any = train, fullgraph: bool = True) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    model.mood = "good"
+    model.mood, model.scale = "good", 1.0
     opt = kind(model)
     torch.manual_seed(1 + comm.get_rank())
-    return model, opt, ws.compile(step, mesh=mesh(), plan=plan, fullgraph=True)
+    return model, opt, ws.compile(step, mesh=mesh(), plan=plan, fullgraph=fullgraph)
 
 
 def stopped(call: Callable[[], Any]) -> str:
@@ -54,15 +54,15 @@ def stopped(call: Callable[[], Any]) -> str:
         return "KeyboardInterrupt"
 
 
-def failing(mood: str) -> list[Any]:
-    """In the third of five calls rank 1's own code raises, and the loop goes on; what each call said, and the weights.
+def failing(mood: str, at: int = 2, plan: Any = PLAN, fullgraph: bool = True) -> list[Any]:
+    """In one of five calls rank 1's own code raises, and the loop goes on; what each call said, and the weights.
 
     A rank that was interrupted is a call behind, which it makes at the end.
     """
-    model, opt, step = setup()
+    model, opt, step = setup(plan=plan, fullgraph=fullgraph)
     said = []
     for number in range(5 + (mood == "interrupt") * comm.get_rank()):
-        model.mood = mood if number == 2 and comm.get_rank() else "good"
+        model.mood, model.scale = mood if number == at and comm.get_rank() else "good", float(number < at)
         said.append(stopped(lambda: step(model, opt, torch.randn(2, 3))))
     steps = opt.state[model[0].weight]["step"].item()
     return [said, steps, [p.detach().clone() for p in model.parameters()]]
@@ -182,7 +182,7 @@ def settings(plan: Any) -> dict[str, str]:
         "maximize": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, maximize=bool(rank)),
     }
     for name, make in list(makers.items())[: len(makers) if plan is PLAN else 2]:
-        model, opt, step = setup(make, plan)
+        model, opt, step = setup(make, plan, fullgraph=False)
         before = copy.deepcopy(model.state_dict())
         found[name] = error(lambda step=step, model=model, opt=opt: step(model, opt, torch.randn(2, 3)))
         found[name] += "" if all(map(torch.equal, before.values(), model.state_dict().values())) else " BUT CHANGED"
@@ -193,6 +193,8 @@ def everything() -> dict[str, Any]:
     return {
         "bare tensors": [bare_tensors(plan) for plan in (PLAN, ws.ShardedOptimizer("dp"))],
         "error": failing("error"),
+        "error by default": failing("error", fullgraph=False),
+        "first error": failing("error", 0, ws.ShardedOptimizer("dp"), fullgraph=False),
         "interrupt": failing("interrupt"),
         "wrong call": wrong_call(),
         "another step": another_step(),

@@ -95,6 +95,7 @@ class PlanExecutor:
         axes = {group.group_name: one.axis for one, group in zip(plans, self._groups, strict=True)}
         self._preflight = PreflightCheck(several, axes, self.view is not None)
         self._agreed: set[Contract] = set()
+        self._trouble = ""
         self._synchronized: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def __reduce__(self) -> Any:
@@ -282,6 +283,8 @@ class PlanExecutor:
             False where other ranks do not come along: the error is the step's own, and only some have it.
         """
         breaks = isinstance(error, CaptureError)
+        if not breaks and self.all_know(error):
+            return False
         return not self._tell(error, breaks) or breaks or self._preflight.all_failed
 
     def _tell(self, error: Exception, breaks: bool = False) -> bool:
@@ -369,11 +372,13 @@ class PlanExecutor:
         return found
 
     def _compare(self, contract: Contract, along: Mapping[str, Sequence[str]] | None = None) -> None:
-        trouble = self._preflight.compare(contract, along=along)
-        if trouble.startswith(BREAKS):
-            raise BreakError(trouble)
+        self._trouble = trouble = self._preflight.compare(contract, along=along)
         if trouble:
-            raise PlanError(trouble)
+            raise (BreakError if trouble.startswith(BREAKS) else PlanError)(trouble)
+
+    def all_know(self, error: Exception) -> bool:
+        """Whether it is the error that all ranks were given when they last compared their contracts."""
+        return bool(self._trouble) and str(error) == self._trouble
 
 
 def own_reductions(step: StepGraph, groups: Sequence[str]) -> list[Pass]:
