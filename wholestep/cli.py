@@ -19,7 +19,7 @@ import click
 from wholestep.comm import diagnose
 from wholestep.comm.api.rendezvous import alone
 from wholestep.compiled import Compiled
-from wholestep.launcher import Restarts, World, launch
+from wholestep.launcher import World, launch
 from wholestep.report import Explanation
 
 
@@ -99,29 +99,19 @@ def main() -> None:
 @click.option("-n", "--ranks", default=1, show_default=True, help="Ranks to start on this host.")
 @click.option("-m", "--module", is_flag=True, help="TARGET is a module, as in python -m.")
 @click.option("--nodes", default=1, show_default=True, help="Hosts of the job; run this command on each.")
-@click.option("--node-rank", default=0, show_default=True, help="Which of the hosts this one is.")
-@click.option("--master-addr", default="127.0.0.1", show_default=True, help="Host of rank 0.")
-@click.option("--master-port", default=0, help="TCP port on that host.  [default: a free one]")
+@click.option("--node-rank", "node", default=0, show_default=True, help="Which of the hosts this one is.")
+@click.option("--master-addr", "address", default="127.0.0.1", show_default=True, help="Host of rank 0.")
+@click.option("--master-port", "port", default=0, help="TCP port on that host.  [default: a free one]")
 @click.option("--standalone", is_flag=True, help="One host and a free port, as without this; for torchrun's users.")
-@click.option("--max-restarts", default=0, show_default=True, help="How often a failed job is started again.")
+@click.option("--max-restarts", default=0, type=click.IntRange(0), show_default=True, help="Starts after a failure.")
 @click.option("--min-ranks", type=int, help="Start again with a rank less each time, but at least so many.")
 @click.option("--grace", default=5.0, show_default=True, help="Seconds from SIGTERM to SIGKILL: time to save.")
 @click.argument("target")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(
-    ranks: int,
-    module: bool,
-    nodes: int,
-    node_rank: int,
-    master_addr: str,
-    master_port: int,
-    standalone: bool,
-    max_restarts: int,
-    min_ranks: int | None,
-    grace: float,
-    target: str,
-    arguments: tuple[str, ...],
-) -> None:
+    target: str, arguments: tuple[str, ...], module: bool, standalone: bool, max_restarts: int, min_ranks: int | None,
+    grace: float, **place: Any,
+) -> None:  # fmt: skip
     """Run TARGET, a Python script, once per rank.
 
     Each rank finds its place in the variables that torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR,
@@ -132,16 +122,17 @@ def run(
     With --max-restarts a failed job is started again, to go on from its last checkpoint
     (wholestep.parallel.Checkpointer). SIGTERM, and ranks that end with status 143 after it, end the job.
     """
-    if standalone and (nodes > 1 or master_port):
+    ranks, nodes = place["ranks"], place["nodes"]
+    if standalone and (nodes > 1 or place["port"]):
         raise click.UsageError("--standalone is one host and a free port: leave out --nodes and --master-port")
     if min_ranks is not None and (nodes > 1 or not 1 <= min_ranks <= ranks):
         raise click.UsageError(f"--min-ranks is from 1 to {ranks}, on one host: found {min_ranks} on {nodes}")
     try:
-        world, restarts = World(ranks, nodes, node_rank, master_addr, master_port), Restarts(max_restarts, min_ranks)
+        world = World(**place)
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     command = [sys.executable, *(["-m"] if module else []), target, *arguments]
-    sys.exit(launch(command, world, grace, restarts))
+    sys.exit(launch(command, world, grace, max_restarts, min_ranks))
 
 
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

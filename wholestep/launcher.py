@@ -94,27 +94,9 @@ class _Rank:
 _Events = queue.SimpleQueue[tuple[_Rank | None, int]]
 
 
-@dataclass(frozen=True)
-class Restarts:
-    """What is done when a rank fails.
-
-    Args:
-        most: how often all ranks are started anew.
-        min_ranks: each time there is a rank less, but at least so many; None for always all.
-
-    Raises:
-        ValueError: numbers that make no sense.
-    """
-
-    most: int = 0
-    min_ranks: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.most < 0 or (self.min_ranks is not None and self.min_ranks < 1):
-            raise ValueError(f"restarts >= 0 of at least one rank are required, found {self.most}, {self.min_ranks}")
-
-
-def launch(command: Sequence[str], world: World, grace: float = 5.0, restarts: Restarts = Restarts()) -> int:  # noqa: B008
+def launch(
+    command: Sequence[str], world: World, grace: float = 5.0, max_restarts: int = 0, min_ranks: int | None = None
+) -> int:
     """Runs a command once per rank and waits for all; anew after a failure, if it may. On the main thread.
 
     A rank that ends with status 143, as after a SIGTERM that it has heeded, is no failure.
@@ -125,19 +107,20 @@ def launch(command: Sequence[str], world: World, grace: float = 5.0, restarts: R
         command: program and arguments.
         world: the ranks.
         grace: seconds that a rank has between SIGTERM and SIGKILL.
-        restarts: whether failures are the end.
+        max_restarts: how often all ranks are started anew after a failure.
+        min_ranks: each time there is a rank less, but at least so many; None for always all.
 
     Returns:
         0 when every rank ended with 0, else the exit code of the first that did not (128 + n for signal n).
     """
-    for attempt in range(restarts.most + 1):
-        counts = {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": str(restarts.most)}
+    for attempt in range(max_restarts + 1):
+        counts = {"TORCHELASTIC_RESTART_COUNT": str(attempt), "TORCHELASTIC_MAX_RESTARTS": str(max_restarts)}
         code, failed = _once(command, world, grace, counts)
-        if not failed or attempt == restarts.most:
+        if not failed or attempt == max_restarts:
             break
-        if restarts.min_ranks is not None:
-            world = replace(world, ranks=max(restarts.min_ranks, world.ranks - 1))
-        _say(f"starting {world.ranks} ranks again, restart {attempt + 1} of {restarts.most}")
+        if min_ranks is not None:
+            world = replace(world, ranks=max(min_ranks, world.ranks - 1))
+        _say(f"starting {world.ranks} ranks again, restart {attempt + 1} of {max_restarts}")
     return code
 
 

@@ -14,7 +14,6 @@ from torch import nn
 
 import tests.support.restarted as program
 from wholestep.cli import main
-from wholestep.launcher import Restarts
 from wholestep.parallel import Checkpointer
 from wholestep.testing import run_ranks
 
@@ -97,10 +96,9 @@ def test_bad_input(tmp_path):
         Checkpointer(tmp_path, nn.Linear(1, 1), every=5, keep=0)
     with pytest.raises(TypeError, match="scheduler has no state_dict and load_state_dict: int"):
         Checkpointer(tmp_path, nn.Linear(1, 1), scheduler=3)
-    with pytest.raises(ValueError, match="restarts >= 0 of at least one rank are required, found -1"):
-        Restarts(-1)
     for options, words in (
         (["-n", "2", "--min-ranks", "3"], "--min-ranks is from 1 to 2, on one host: found 3 on 1"),
+        (["--max-restarts", "-1"], "-1 is not in the range x>=0"),
         (["--standalone", "--nodes", "2"], "--standalone is one host and a free port"),
     ):
         assert words in CliRunner().invoke(main, ["run", *options, "train.py"]).output
