@@ -27,13 +27,12 @@ from wholestep.deferred_init.records import (
     Given,
     Record,
     Write,
-    generator_lock,
+    draw,
     needed,
     numbers,
     record_of,
     ref_of,
     replay,
-    run,
     storage_of,
 )
 from wholestep.functional import base_name, is_view, written_arguments
@@ -135,10 +134,8 @@ class _Recording(TorchDispatchMode):
             next(numbers), func, map_leaves(_noted, args), map_leaves(_noted, kept), results,
             record if whole else None, generator.get_state() if random else None,
         )  # fmt: skip
-        if random:  # whoever draws next is to find the generator where it would be
-            memory = replay(needed(write.reads, write.number), {})
-            with generator_lock:
-                run(write, memory, generator)
+        if write.state is not None:  # whoever draws next is to find the generator where it would be
+            generator.set_state(draw(write, replay(needed(write.reads, write.number), {}), write.state))
         if not base_name(func).removeprefix("new_").startswith("empty"):
             for one in [*written, *made.values()]:
                 found = record_of(one)

@@ -20,7 +20,7 @@ from wholestep.torch_compat import dispatch_modes_off, plain_subclasses
 RECORD = "wholestep_record"  # the attribute of a storage
 
 numbers = itertools.count()
-generator_lock = threading.RLock()
+_generator_lock = threading.RLock()
 _known: weakref.WeakSet[Record] = weakref.WeakSet()
 
 
@@ -135,12 +135,8 @@ def scratch(nbytes: int) -> torch.UntypedStorage:
     return torch.frombuffer(mmap.mmap(-1, max(nbytes, 1)), dtype=torch.uint8).untyped_storage()
 
 
-def run(write: Write, memory: _Memory, generator: torch.Generator | None) -> None:
-    """Runs a call on real memory, which is made where there is none.
-
-    Args:
-        generator: what a random operator draws from, as it is.
-    """
+def _run(write: Write, memory: _Memory) -> None:
+    """Runs a call on real memory, which is made where there is none."""
 
     def real(leaf: Any) -> Any:
         if isinstance(leaf, Ref):
@@ -156,11 +152,8 @@ def run(write: Write, memory: _Memory, generator: torch.Generator | None) -> Non
             return leaf.tensor
         return leaf
 
-    options = map_leaves(real, write.kwargs)
-    if generator is not None and any(one.name == "generator" for one in write.func._schema.arguments):
-        options["generator"] = generator
     with torch.no_grad(), dispatch_modes_off():
-        result = write.func(*map_leaves(real, write.args), **options)
+        result = write.func(*map_leaves(real, write.args), **map_leaves(real, write.kwargs))
         for ref, tensor in zip(write.made, tensors_of(result), strict=True):
             if ref is None:
                 continue
@@ -179,15 +172,19 @@ def replay(writes: Iterable[Write], memory: _Memory) -> _Memory:
     """Runs calls in order, random ones with what the generator gave them; gives the memory that they wrote."""
     for write in writes:
         if write.state is None:
-            run(write, memory, None)
-        elif any(one.name == "generator" for one in write.func._schema.arguments):
-            run(write, memory, torch.Generator().set_state(write.state))
+            _run(write, memory)
         else:
-            with generator_lock:
-                now = torch.default_generator.get_state()
-                torch.default_generator.set_state(write.state)
-                try:
-                    run(write, memory, None)
-                finally:
-                    torch.default_generator.set_state(now)
+            draw(write, memory, write.state)
     return memory
+
+
+def draw(write: Write, memory: _Memory, state: torch.Tensor) -> torch.Tensor:
+    """Runs a random call from a generator's state on; gives the state after it."""
+    with _generator_lock:
+        now = torch.default_generator.get_state()
+        torch.default_generator.set_state(state)
+        try:
+            _run(write, memory)
+            return torch.default_generator.get_state()
+        finally:
+            torch.default_generator.set_state(now)
