@@ -436,7 +436,8 @@ def test_no_shared_memory_is_told_to_every_rank_though_the_first_ends_at_once(tm
 def counted():
     comm.barrier()
     maps = sum(1 for _ in open("/proc/self/maps", encoding="utf8"))
-    held = len(os.listdir("/proc/self/fd")), threading.active_count(), comm.default_store().num_keys()
+    keys = comm.default_store().num_keys() if comm.get_backend() == "shm" else 0  # Gloo leaves its addresses
+    held = len(os.listdir("/proc/self/fd")), threading.active_count(), keys
     comm.barrier()
     return maps, held
 

@@ -32,7 +32,7 @@ from wholestep.comm.process_group import (
     require_equal,
 )
 from wholestep.comm.reduce_op import RedOpType
-from wholestep.comm.stores.store import DEFAULT_STORE_TIMEOUT, WRITES, PrefixStore, Store
+from wholestep.comm.stores.store import DEFAULT_STORE_TIMEOUT, PrefixStore, Store
 from wholestep.comm.stores.store_barrier import exchange, forget
 from wholestep.comm.work import All, Work, checked_timeout
 from wholestep.errors import DistBackendError, DistError, DistNetworkError, DistRankError
@@ -55,29 +55,19 @@ _CALLS: dict[str, tuple[Any, table.Collective]] = {
 
 
 class _ForTorch(dist.Store):
-    """A store of ours as one of torch, for its engines.
-
-    Attributes:
-        made: the keys that they have written.
-    """
+    """A store of ours as one of torch, for its engines."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
         self.ours = store
-        self.made: set[str] = set()
 
 
-def _forwarded(name: str, writes: bool) -> Callable[..., Any]:
-    def method(self: _ForTorch, key: Any, *rest: Any) -> Any:
-        if writes:
-            self.made.add(key)
-        return getattr(self.ours, name)(key, *rest)
-
-    return method
+def _forwarded(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self.ours, name)(*args)
 
 
 for _name in ("set", "add", "compare_set", "get", "wait", "check", "delete_key", "set_timeout"):
-    setattr(_ForTorch, _name, _forwarded(_name, _name in WRITES))
+    setattr(_ForTorch, _name, _forwarded(_name))
 
 
 def agent_store(host: str, port: int, timeout: timedelta) -> Store:
@@ -165,17 +155,6 @@ class C10dGroup(ProcessGroup):
             # Here the engine ends and joins its threads: one that still lets go of a tensor while the interpreter ends
             # would abort the program ("terminate called without an active exception").
             del engine
-            with contextlib.suppress(RuntimeError):  # the store may have ended with its master
-                self._forget()
-
-    def _forget(self) -> None:
-        """Deletes what the ranks' engines left in the store: when the last one ends, since others may still begin."""
-        self._ours.set(f"keys{self._rank}", "\n".join(self._store.made))
-        if self._ours.add("ended", 1) == self._size:
-            names = [f"keys{rank}" for rank in range(self._size)]
-            found = [key for keys in self._ours.multi_get(names) for key in keys.decode().split("\n")]
-            for key in (*names, *found, "ended"):
-                self._ours.delete_key(key)
 
     def abort(self, reason: str) -> None:
         if self._engine is not None:
