@@ -19,6 +19,7 @@ from wholestep.errors import CheckpointError
 from wholestep.torch_compat import asks_for_full_state
 
 _NAME = "wholestep_part"
+STATE_HOOKS = "_optimizer_state_dict_post_hooks"  # of an optimizer; not there in those that wrap another
 
 Span = tuple[int, int]
 
@@ -134,17 +135,26 @@ def mark_states(optimizer: torch.optim.Optimizer) -> None:
 
 
 def say_parts(owners: Iterable[Any]) -> bool:
-    """Has the state dicts of the modules that have parts say so, for what saves and loads them to know.
+    """Has the state dicts of the modules that have parts, and of optimizers, say so, for what saves and loads them.
 
     Returns:
         Whether one did not say so before.
     """
-    modules = {one for one in owners if isinstance(one, torch.nn.Module)}
-    modules = {one for one in modules if _give_parts not in one._state_dict_hooks.values()}
-    new = [one for one in modules if any(part_of(p) for p in one._parameters.values() if p is not None)]
-    for one in new:
-        one.register_state_dict_post_hook(_give_parts)
+    new: dict[Any, Any] = {}
+    for one in owners:
+        if isinstance(one, torch.nn.Module) and any(part_of(p) for p in one._parameters.values() if p is not None):
+            new |= {one: _give_parts} if _give_parts not in one._state_dict_hooks.values() else {}
+        elif isinstance(one, torch.optim.Optimizer) and STATE_HOOKS in vars(one):  # its states may become parts later
+            new |= {one: _give_states} if _give_states not in vars(one)[STATE_HOOKS].values() else {}
+    for one, hook in new.items():
+        one.register_state_dict_post_hook(hook)
     return bool(new)
+
+
+def _give_states(optimizer: torch.optim.Optimizer, _: Any) -> None:
+    mark_states(optimizer)
+    if any(part_of(value) for state in optimizer.state.values() for value in state.values()):
+        refuse_torchs_full_state()
 
 
 def _give_parts(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -58,6 +58,7 @@ def test_a_step_that_does_not_share_the_state_out_alike_refuses_it(found):
             text = each["resumed"][how]
             assert f"holds rows {5 * rank} to {5 * rank + 5} of [10, 6]" in text and "full_state_dict" in text
         assert each["resumed"]["untouched"]
+        assert "ws.full_state_dict(optimizer)" in each["resumed"]["whole by torch"]
 
 
 def test_rows_that_do_not_divide_over_gloo_and_over_shared_memory():

@@ -412,25 +412,27 @@ def mistakes() -> dict[str, str]:
         of_another_rank(opt, anew)
         anew.step()
 
-    class RowMeans(torch.optim.SGD):
-        """Keeps a number for each row, as Adafactor does."""
+    class Lars(torch.optim.SGD):
+        """By norms of parameters, where their states have the parts' shapes."""
 
         def step(self, closure: Any = None) -> None:
-            super().step(closure)
             for one in (p for p in self.param_groups[0]["params"] if p.grad is not None):
-                self.state[one]["rows"] = one.grad.square().flatten(1).mean(1) if one.dim() > 1 else one.grad
+                one.grad *= one.detach().norm() / one.grad.norm()
+            super().step(closure)
 
-    def mixing(kind: Any, state: Any = None) -> None:
+    class Broken(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            self.param_groups[0]["lr"] /= 0
+
+    def mixing(kind: Any) -> None:
         model = fully_shard(nn.Linear(4, 4))
         opt = kind(model.parameters(), lr=0.1)
         model(torch.ones(2, 4)).sum().backward()
-        opt.load_state_dict(state or opt.state_dict())
         opt.step(lambda: model(torch.ones(2, 4)).sum()) if kind is torch.optim.LBFGS else opt.step()
 
-    rows = {"state": {0: {"rows": torch.ones(4)}}, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}
     note("mixes", lambda: mixing(torch.optim.LBFGS))
-    note("rows", lambda: mixing(RowMeans))
-    note("rows loaded", lambda: mixing(torch.optim.SGD, rows))
+    note("norms of p", lambda: mixing(Lars))
+    note("untried", lambda: mixing(Broken))
     linear, alone = fully_shard(nn.Linear(4, 4)), fully_shard(Alone())
     opt = torch.optim.AdamW(linear.parameters())
     linear(torch.ones(2, 4)).sum().backward()

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import wholestep as ws
 from tests.support.spmd_programs import CASES, MLP, mesh, plain, rows, tensors
 from wholestep import comm
-from wholestep.errors import PlanError
+from wholestep.errors import CheckpointError, PlanError
 from wholestep.tensor_parts import part_of
 
 SHARDED = ws.ShardedOptimizer("dp", min_bytes=1)
@@ -126,6 +127,10 @@ def resumed() -> dict[str, Any]:
             models[4].load_state_dict(models[1].state_dict())
     found["parts"] = parts(opts[1])
     found["recompiles"] = step.recompiles
+    try:
+        get_optimizer_state_dict(models[1], opts[1], options=StateDictOptions(full_state_dict=True))
+    except CheckpointError as error:
+        found["whole by torch"] = str(error)
     for name, which in (("whole", 2), ("file", 3)):
         found[name] = [torch.allclose(step(models[which], opts[which], x, y), r) for r in reference[1:]]
         found[name].append(parts(opts[which]) == found["parts"])

@@ -1,27 +1,22 @@
 """Parts of parameters, which no layer takes for whole ones, and their gradients, whose norms are the whole gradients'.
 
-Norms and unscaling are what clipping, logging and `GradScaler` ask for. The states of optimizers are parts, too, and
-whole ones that these load, or have made before, become so when the next step begins.
+Norms and unscaling are what clipping, logging and `GradScaler` ask for.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from wholestep import comm
 from wholestep.comm.api.tracing import is_captured
-from wholestep.errors import UnsupportedError
 from wholestep.ir import want_mean
-from wholestep.tensor_parts import Part, mark_states, part_of, refuse_torchs_full_state
+from wholestep.tensor_parts import part_of
 from wholestep.torch_compat import UNSCALE_GRADIENTS, plain_subclasses, plain_torch_function
 
 _LAYERS = "linear bilinear embedding embedding_bag layer_norm rms_norm group_norm batch_norm conv1d conv2d conv3d prelu"
@@ -83,7 +78,7 @@ class ShardGrad(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        rule = _RULES.get(func)
+        rule = RULES.get(func)
         if rule is None:
             return plain_torch_function(func, types, args, kwargs or {})
         with plain_subclasses():
@@ -92,8 +87,6 @@ class ShardGrad(torch.Tensor):
 
 def become_parts(parameters: Sequence[torch.Tensor], group: comm.ProcessGroup) -> None:
     """The parameters are `ShardParameter`s, and what a backward leaves in their ``grad`` is a `ShardGrad`."""
-    _watch_optimizers()
-    _SEEN.clear()
     kind = type("ShardGrad", (ShardGrad,), {"group": group})
 
     def mark(parameter: torch.Tensor) -> None:
@@ -108,81 +101,6 @@ def become_parts(parameters: Sequence[torch.Tensor], group: comm.ProcessGroup) -
             parameter.__class__ = ShardParameter
             parameter.__dict__["wholestep_grad"] = kind
     _hook_gradients(parameters, mark)
-
-
-_SEEN: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()  # the states that have no whole tensors
-
-
-def _take_parts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """A step begins: whole tensors beside parts become parts. Loading gives an optimizer another ``state`` object."""
-    states = vars(optimizer).get("state", {})
-    if _SEEN.get(optimizer) is states or is_captured():
-        return
-    parts = _parts_of(optimizer)
-    if parts and isinstance(optimizer, _MIXES):
-        _refuse_mixing(optimizer, "")
-    if parts and optimizer not in _SEEN:
-        optimizer.register_step_post_hook(_check_states)
-        optimizer.register_state_dict_post_hook(_give_parts)
-    for parameter, part in parts:
-        state = states.get(parameter, {})
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == part.shape:
-                state[name] = value[part.slices].clone()
-            elif isinstance(value, torch.Tensor) and part_of(value) not in (None, part):
-                raise RuntimeError(
-                    f"fully_shard: {name} in the optimizer's state is {part_of(value)}, this rank has {part}: load "
-                    "what this rank saved, or whole tensors (ws.full_state_dict)"
-                )
-    _require_parts(optimizer)
-    _SEEN[optimizer] = states
-
-
-def _parts_of(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Part]]:
-    """The parameters that are parts now, not in the place of whole ones."""
-    known = [(one, part_of(one)) for group in vars(optimizer).get("param_groups", []) for one in group["params"]]
-    return [(one, part) for one, part in known if part is not None and one.shape != part.shape]
-
-
-_MIXES = tuple(getattr(torch.optim, name) for name in ("Adafactor", "LBFGS", "Muon") if hasattr(torch.optim, name))
-_CHECKED: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # how many states were looked at
-
-
-def _check_states(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """A step has ended, which may have made the first states."""
-    states = vars(optimizer).get("state", {})
-    if _CHECKED.get(optimizer) != len(states) and not is_captured():
-        _require_parts(optimizer)
-        _CHECKED[optimizer] = len(states)
-
-
-def _give_parts(optimizer: torch.optim.Optimizer, _: Any) -> None:
-    if _parts_of(optimizer):
-        refuse_torchs_full_state()
-    mark_states(optimizer)
-
-
-def _require_parts(optimizer: torch.optim.Optimizer) -> None:
-    """Raises:
-    UnsupportedError: a state beside a part is neither a number nor of the part's shape, as of sums over its rows.
-    """
-    for parameter, part in _parts_of(optimizer):
-        for name, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameter.shape:
-                _refuse_mixing(optimizer, f" (its {name} is {list(value.shape)} beside {part})")
-
-
-def _refuse_mixing(optimizer: torch.optim.Optimizer, why: str) -> None:
-    raise UnsupportedError(
-        f"fully_shard with {type(optimizer).__name__}, which computes across the elements of a parameter{why}",
-        remedy="an optimizer that treats each element by itself, as AdamW, or, without fully_shard, "
-        "ws.compile(step, plan=ws.FullyShard(axis))",
-    )
-
-
-@cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_pre_hook(_take_parts)
 
 
 def stay_whole(parameters: Sequence[torch.Tensor], groups: Sequence[comm.ProcessGroup], syncs: Any) -> None:
@@ -256,7 +174,7 @@ def _unscale(grads: list[torch.Tensor], found_inf: torch.Tensor, scale: torch.Te
 
 
 # Functions that mean something else of a part than of the whole gradient.
-_RULES: dict[Any, Callable[..., Any]] = {
+RULES: dict[Any, Callable[..., Any]] = {
     torch._foreach_norm: _norms,
     torch.linalg.vector_norm: _norm,
     torch.linalg.norm: _norm,

@@ -13,6 +13,7 @@ from torch import nn
 from wholestep.comm.api.rendezvous import joined_group
 from wholestep.deferred_init import fill
 from wholestep.parallel.equal_models import require_equal_models
+from wholestep.parallel.shard_optimizers import watch_optimizers
 from wholestep.parallel.shard_schedule import ParameterGroup, ShardSchedule
 from wholestep.parallel.shard_tensors import become_parts, stay_whole
 from wholestep.parallel.sharded_parameters import ALONE_BYTES, Policies, ShardBucket, Sharded
@@ -187,6 +188,7 @@ def fully_shard(
         mp_policy.param_dtype if mp_policy.cast_forward_inputs else None, mp_policy.output_dtype,
     )  # fmt: skip
     become_parts([one.parameter for one in members], policies.group)
+    watch_optimizers()
     stay_whole(scalars, groups, lambda: module.__dict__.get("_gradient_sync", True))
     module.__dict__["_parameter_group"], module.__dict__["_scalars"] = group, scalars
     module.register_forward_pre_hook(group.before_forward, prepend=True, with_kwargs=True)

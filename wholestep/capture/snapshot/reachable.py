@@ -17,6 +17,7 @@ from wholestep.capture.snapshot.container_kinds import ContainerKind, Contents
 from wholestep.capture.snapshot.names_read import NamesRead, hideable
 from wholestep.capture.sources import FUNCTION, Attr, Call, Item, Nth, Source, Vars
 from wholestep.ir import InputKind
+from wholestep.tensor_parts import STATE_HOOKS
 from wholestep.torch_compat import HOOK_TABLES
 
 _NAMED = (kinds.ATTRIBUTES, kinds.SLOTS, kinds.MODULE)
@@ -149,7 +150,9 @@ class Reachable:
         contents = kind.read(value) if before is None else before
         owner = value if owner is None else owner
         out_of_sight = hideable(owner, contents) if kind in _NAMED else frozenset()
-        numbered = kind is kinds.MAPPING and isinstance(source, (Attr, Item)) and source.key in HOOKS
+        key = source.key if kind is kinds.MAPPING and isinstance(source, (Attr, Item)) else None
+        numbered = key in HOOKS
+        ignored |= frozenset(contents) if key == STATE_HOOKS else frozenset()
         container = Container(value, owner, source, kind, contents, ignored | out_of_sight, numbered=numbered)
         self.containers.append(container)
         self.first.setdefault(id(value), source)

@@ -1,0 +1,147 @@
+"""Optimizers of parts: their states are parts, too, and none may compute across the elements of a parameter."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from wholestep.comm.api.tracing import is_captured
+from wholestep.errors import UnsupportedError
+from wholestep.parallel.outputs import tensors_in
+from wholestep.parallel.shard_tensors import RULES, ShardGrad
+from wholestep.tensor_parts import Part, part_of, say_parts
+from wholestep.torch_compat import UnwrappedDispatchMode, no_modes
+
+_SEEN: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()  # the states that have no whole tensors
+_SIZES = 7, 5, 3, 2, 2, 2, 2, 2  # of a tried parameter: neither sums nor products of it have as many elements
+_ELEMENTS = {math.prod(_SIZES[:dim]) for dim in range(1, 9)}
+
+
+def watch_optimizers() -> None:
+    """Has each optimizer's next step look whether its parameters are parts, now that some have become so."""
+    _SEEN.clear()
+    _watch()
+
+
+@cache
+def _watch() -> None:
+    register_optimizer_step_pre_hook(_take_parts)
+
+
+def _take_parts(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """A step begins: whole tensors beside parts become parts. Loading gives an optimizer another ``state`` object."""
+    states = vars(optimizer).get("state", {})
+    if _SEEN.get(optimizer) is states or is_captured():
+        return
+    parts = _parts_of(optimizer)
+    if parts and optimizer not in _SEEN:
+        _try_step(optimizer, [one for one, _ in parts], args[1:], kwargs)
+        say_parts([optimizer])
+    for parameter, part in parts:
+        state = states.get(parameter, {})
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == part.shape:
+                state[name] = value[part.slices].clone()
+            elif isinstance(value, torch.Tensor) and part_of(value) not in (None, part):
+                raise RuntimeError(
+                    f"fully_shard: {name} in the optimizer's state is {part_of(value)}, this rank has {part}: load "
+                    "what this rank saved, or whole tensors (ws.full_state_dict)"
+                )
+    _SEEN[optimizer] = states
+
+
+def _parts_of(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Part]]:
+    """The parameters that are parts now, not in the place of whole ones."""
+    known = [(one, part_of(one)) for group in vars(optimizer).get("param_groups", []) for one in group["params"]]
+    return [(one, part) for one, part in known if part is not None and one.shape != part.shape]
+
+
+def _try_step(optimizer: torch.optim.Optimizer, parts: list[torch.Tensor], args: Any, kwargs: Any) -> None:
+    """Has a copy of the optimizer take its first step with small parameters, while its operators are looked at.
+
+    Raises:
+        UnsupportedError: it computes across the elements of a parameter, or fails.
+    """
+    small: dict[Any, nn.Parameter] = {}
+    memo: dict[int, Any] = {}
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    with no_modes(), torch.random.fork_rng(devices=[]):
+        for one in (one for group in optimizer.param_groups for one in group["params"]):
+            kind = one.dim(), one.dtype, one.device
+            if kind not in small:
+                size = _SIZES[: one.dim()]
+                values = torch.linspace(0.5, 1.5, math.prod(size), dtype=one.dtype, device=one.device).view(size)
+                small[kind] = nn.Parameter(values, one.requires_grad)
+                small[kind].grad = values.clone().as_subclass(_TriedGrad)
+            memo[id(one)] = memo[id(small[kind])] = small[kind]
+        for key, values in optimizer.state.items():
+            of = memo.get(id(key))
+            state[key if of is None else of] = values if of is None else {
+                name: value.new_zeros(of.shape)
+                if isinstance(value, torch.Tensor) and (value.numel() > 1 or value.shape == key.shape) else value
+                for name, value in values.items()
+            }  # fmt: skip
+        memo[id(optimizer.state)] = copy.deepcopy(state, memo)
+        of_parts = {id(memo[id(one)]) for one in parts}
+        try:
+            tried = object.__new__(type(optimizer))
+            settings = {name: value for name, value in vars(optimizer).items() if not name.startswith("_optimizer_")}
+            tried.__setstate__(copy.deepcopy(settings, memo))
+            for group in tried.param_groups:
+                group["params"][:] = dict.fromkeys(one for one in group["params"] if id(one) in of_parts)
+            step: Any = type(tried).step
+            with _AcrossElements():
+                step(tried, *(_no_loss if callable(one) else one for one in args), **kwargs)
+        except Exception as error:
+            raise UnsupportedError(
+                f"fully_shard with {type(optimizer).__name__}, {_why(error)}",
+                remedy="an optimizer that treats each element by itself, as AdamW, or, without fully_shard, "
+                "ws.compile(step, plan=ws.FullyShard(axis))",
+            ) from error
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, _AcrossElementsError):
+        return f"which computes across the elements of a parameter ({error})"
+    return f"whose step was tried on small tensors and failed ({type(error).__name__}: {error})"
+
+
+def _no_loss() -> torch.Tensor:
+    return torch.zeros((), requires_grad=True)
+
+
+class _AcrossElementsError(Exception):
+    pass
+
+
+class _AcrossElements(UnwrappedDispatchMode):
+    """Refuses what gives another number of elements than it was given: sums, norms, products, selections."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, made = ({one.numel() for one in tensors_in(value)} for value in ((args, kwargs), result))
+        several = any(isinstance(one, (list, tuple)) for one in args)  # parameters at once
+        expected = given if several else given - {1}
+        if given & _ELEMENTS and "new_" not in func.__name__ and (made - expected or len(expected) > 1 and not several):
+            raise _AcrossElementsError(func)
+        return result
+
+
+class _TriedGrad(ShardGrad):
+    """Norms, which are of all ranks' parts, are no operators across the elements of one."""
+
+    group = None  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with no_modes() if func in RULES else nullcontext():
+            return super().__torch_function__(func, types, args, kwargs)
