@@ -61,7 +61,6 @@ setup(
             ["wholestep/capture/guards/native/bulk.c"],
             extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-Wextra"],
             py_limited_api=True,
-            optional=True,
         ),
         Extension(
             "wholestep.capture.outside._methods",

@@ -4,16 +4,25 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.guards.bulk import Table
-
+# Dictionary, keys, values, and whether the order of keys counts; `ANY` stands for any value.
+Table = tuple[dict[Any, Any], tuple[Any, ...], tuple[Any, ...], bool]
 ANY: object
 
+# What `match` is given, besides: made of tables once.
 def flatten(tables: list[Table], empty: list[dict[Any, Any]], /) -> bytes: ...
+
+# Whether dictionaries hold what they held, and others nothing.
 def match(flat: bytes, tables: list[Table], empty: list[dict[Any, Any]], /) -> bool: ...
+
+# The values of dictionaries, and of those within others; None where these have other keys.
 def gather(
     whole: list[dict[Any, Any]], nested: list[dict[Any, Any]], keys: list[tuple[Any, ...]], /
 ) -> list[Any] | None: ...
+
+# Fills a list with what weak references (or None) refer to, and says whether another holds the same.
 def recall(found: list[Any], weak: tuple[Any, ...], last: list[Any], /) -> bool: ...
+
+# What is equal for tensors of equal sizes, strides, dtypes, devices and `requires_grad`.
 def layouts(tensors: tuple[torch.Tensor, ...], /) -> bytes: ...
 def hooks(tensors: tuple[torch.Tensor, ...], /) -> list[tuple[int, Any]]: ...
 def use(kind: type, offsets: tuple[int, ...], functions: tuple[int, ...], /) -> None: ...

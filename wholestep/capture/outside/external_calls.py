@@ -10,7 +10,6 @@ becomes of the trace: a replay owes them nothing, and one of which half was exec
 from __future__ import annotations
 
 import builtins
-import contextlib
 import datetime
 import decimal
 import functools
@@ -239,9 +238,6 @@ class Outside:
         if self.unseen:
             raise UnseenModules(*self.unseen)
         self.draws.put_back()
-        if not self.refused:
-            with contextlib.suppress(CaptureError):
-                self.draws.refuse_read()
         if self.refused:
             raise self.refused.pop(0)  # with it goes what its traceback holds
 

@@ -8,23 +8,15 @@ from __future__ import annotations
 import ctypes
 import gc
 import random
-import sys
 from collections.abc import Callable, Iterator
-from types import FrameType, MethodDescriptorType
+from types import MethodDescriptorType
 from typing import Any
 
 import numpy
 from sympy.core import random as of_sympy  # which draws to compare expressions, as those of symbolic sizes
 
-from wholestep.capture.snapshot.user_code import is_library
-from wholestep.errors import CaptureError
-from wholestep.patches import original, suspended
-
-try:
-    from wholestep.capture.outside._methods import watch
-except ImportError as missing:
-    raise ImportError("wholestep's compiled parts are missing or older than its code: run `python setup.py build_ext "
-                      "--inplace` (or `pip install .`) with a C compiler") from missing  # fmt: skip
+from wholestep.capture.outside._methods import watch
+from wholestep.patches import original
 
 OF_C: Any = random.Random.__mro__[1]  # the class of C in whose methods those of Python's generators end
 RANDOM: tuple[type, ...] = (random.Random, numpy.random.RandomState, numpy.random.Generator, numpy.random.BitGenerator)
@@ -49,7 +41,7 @@ class Method:
 
     def __init__(self, name: str, held: Any) -> None:
         place = id(held) + _TO_DEFINITION[isinstance(held, MethodDescriptorType)]
-        self.name, self._definition = name, ctypes.c_void_p.from_address(place).value or 0
+        self._definition = ctypes.c_void_p.from_address(place).value or 0
         assert ctypes.c_char_p.from_address(self._definition).value == name.encode()
         vars(self)["entered"] = _nothing
 
@@ -65,20 +57,19 @@ METHODS.append(Method("spawn", vars(numpy.random.SeedSequence)["spawn"]))  # whi
 BITS = [kind for kind in numpy.random.BitGenerator.__subclasses__() if "state" in vars(kind)]
 
 
-class _State:
-    """The attribute by which a bit generator of NumPy's is set."""
+def _state(kind: type, enter: Callable[[Any, Any], None]) -> property:
+    """The attribute by which a bit generator of NumPy's is read and set."""
+    found = original(kind, "state")
 
-    def __init__(self, kind: type, read: Callable[[Any, Any], None], entered: Callable[[Any, Any], None]) -> None:
-        self._found, self._read, self._entered = original(kind, "state"), read, entered
+    def read(generator: Any) -> Any:
+        enter(generator, None)
+        return found.__get__(generator)
 
-    def __get__(self, generator: Any, kind: Any = None) -> Any:
-        if generator is not None:
-            self._read(generator, None)
-        return self._found.__get__(generator, kind)
+    def put(generator: Any, state: Any) -> None:
+        enter(generator, state)
+        found.__set__(generator, state)
 
-    def __set__(self, generator: Any, state: Any) -> None:
-        self._entered(generator, state)
-        self._found.__set__(generator, state)
+    return property(read, put)
 
 
 class Draws:
@@ -94,18 +85,15 @@ class Draws:
     def __init__(self, refuse: Callable[[str], None]) -> None:
         self.names: dict[int, tuple[Any, Any]] = {id(generator): (generator, name) for generator, name in SHARED}
         self._refuse, self._made, self._halves = refuse, [*OF_SYMPY], list[tuple[Any, float]]()
-        self._read: dict[int, tuple[Any, str]] = {}  # where they were, "" where they are put back
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """What is called before a method; garbage collection tells which generators the step has made itself."""
-        self._read.clear()
         for generator, _ in self.names.values():  # `gauss` gives every other number from an attribute
             if getattr(generator, "gauss_next", None) is not None:
                 self._halves.append((generator, generator.gauss_next))
                 generator.gauss_next = None
-        yield from ((method, "entered", self._entering(method.name)) for method in METHODS)
-        yield from ((kind, "state", _State(kind, *map(self._entering, ("get_state", "state"))))
-                    for kind in BITS)  # fmt: skip
+        yield from ((method, "entered", self._enter) for method in METHODS)
+        yield from ((kind, "state", _state(kind, self._enter)) for kind in BITS)
 
     def put_back(self) -> None:
         """Has the next numbers of generators be what they were."""
@@ -113,31 +101,10 @@ class Draws:
             generator, number = self._halves.pop()
             generator.gauss_next = number
 
-    def refuse_read(self) -> None:
-        """Refuses states that were read and not put back, of which something else was made."""
-        for generator, where in self._read.values():
-            if where:
-                try:
-                    self._refuse(self._shown(generator))
-                except CaptureError as error:
-                    error.locate(where)
-                    raise
-
-    def _shown(self, generator: Any) -> str:
-        return f"{self.names.get(id(generator), (0, 'a library'))[1]}, a {type(generator).__name__}"
-
-    def _entering(self, name: str) -> Callable[[Any, Any], None]:
-        def enter(generator: Any, first: Any) -> None:
-            if self._is_made(generator):
-                return
-            if name in _READS:
-                self._read.setdefault(id(generator), (generator, _line()))
-            elif name in _SETS and id(generator) in self._read and _is_in(name, generator, first):  # as Dynamo does
-                self._read[id(generator)] = generator, ""
-            else:
-                self._refuse(self._shown(generator))
-
-        return enter
+    def _enter(self, generator: Any, first: Any) -> None:
+        if not self._is_made(generator):
+            name = self.names.get(id(generator), (0, "a library"))[1]
+            self._refuse(f"{name}, a {type(generator).__name__}")
 
     def _is_made(self, generator: Any) -> bool:
         if id(generator) in self.names:
@@ -147,33 +114,3 @@ class Draws:
                 return False
             self._made.append(generator)
         return True
-
-
-_READS, _SETS = ("getstate", "get_state"), ("setstate", "set_state", "state")
-
-
-def _line() -> str:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and is_library(frame.f_code.co_filename):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "a library"
-
-
-def _is_in(name: str, generator: Any, state: Any) -> bool:
-    """Whether a generator is in a state that it is given."""
-    with suspended():
-        if name == "state":
-            before = generator.state
-            state = {key: state[key] for key in before if key in state}  # those of RandomState have more
-        else:
-            before = OF_C.getstate(generator) if isinstance(generator, OF_C) else generator.get_state()
-    return bool(_plain(before) == _plain(state))
-
-
-def _plain(state: Any) -> Any:
-    """A state, in lists and dictionaries that can be compared."""
-    if isinstance(state, numpy.ndarray):
-        return state.tolist()
-    if isinstance(state, (tuple, list)):
-        return [*map(_plain, state)]
-    return {key: _plain(value) for key, value in state.items()} if isinstance(state, dict) else state

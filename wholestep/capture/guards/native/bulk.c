@@ -1,7 +1,7 @@
 /* What a binder compares in bulk: tables by identity, and tensors by what their C++ part holds.
  *
- * A model of 20 layers has some 600 attributes, 500 empty tables of hooks and 160 tensors. bulk.py has each function in
- * Python too, and says what it answers. */
+ * A model of 20 layers has some 600 attributes, 500 empty tables of hooks and 160 tensors. _bulk.pyi says what each
+ * function answers. */
 #define PY_SSIZE_T_CLEAN
 #define Py_LIMITED_API 0x030b0000
 #include <Python.h>
