@@ -17,7 +17,7 @@ import gc
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from types import FunctionType
 from typing import Any
 
@@ -205,10 +205,8 @@ def _write(owner: Any, name: str, value: Any) -> None:
         else:
             owner[name] = value
         return
-    mapping = _no_sequence(owner) if name == "__getitem__" and isinstance(owner, type) else nullcontext()
     try:
-        with mapping:
-            delattr(owner, name) if value is _ABSENT else setattr(owner, name, value)
+        delattr(owner, name) if value is _ABSENT else setattr(owner, name, value)
     except TypeError:  # a class of C, whose attributes Python does not set: in its dictionary, behind the proxy
         (table,) = gc.get_referents(vars(owner))
         if value is _ABSENT:
@@ -216,31 +214,6 @@ def _write(owner: Any, name: str, value: Any) -> None:
         else:
             table[name] = value
         ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
-
-
-_AS_SEQUENCE, _ITEM = 104, 24  # places of `tp_as_sequence` in a type object, and of `sq_item` in that
-
-
-def _item_of(kind: type) -> ctypes.c_void_p:
-    """What C finds when it asks a class for an item of a sequence: a place in memory."""
-    table = ctypes.c_void_p.from_address(id(kind) + _AS_SEQUENCE).value
-    return ctypes.c_void_p.from_address(table + _ITEM) if table else ctypes.c_void_p()
-
-
-def _all_classes(kind: type) -> Iterator[type]:
-    found: list[type] = type.__subclasses__(kind)
-    yield kind
-    for derived in found:
-        yield from _all_classes(derived)
-
-
-@contextmanager
-def _no_sequence(owner: type) -> Iterator[None]:
-    """A class that is a mapping and no sequence stays so: of a `__getitem__` set from Python, CPython makes both."""
-    mappings = [item for item in map(_item_of, _all_classes(owner)) if item.value is None]
-    yield
-    for item in mappings:
-        item.value = None
 
 
 class Patches:

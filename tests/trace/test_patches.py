@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import inspect
 import math
@@ -261,16 +260,3 @@ def test_two_threads_that_capture_at_once() -> None:
         found = list(pool.map(capture, (1.0, 4.0)))
     assert all(torch.equal(x, torch.full((3,), v)) for xs, v in zip(found, (2.0, 6.0), strict=True) for x in xs)
     assert not patches.active
-
-
-def test_a_mapping_stays_no_sequence() -> None:
-    """C++ takes what CPython says is a sequence for a list."""
-    is_sequence = ctypes.pythonapi.PySequence_Check
-    is_sequence.argtypes = [ctypes.py_object]
-    tensors, get = (torch.ones(()), torch.nn.Parameter(torch.ones(()))), torch.Tensor.__getitem__
-    for _ in range(2):
-        with patched([(torch.Tensor, "__getitem__", lambda x, index: get(x, index) * 2)], lambda: True):
-            assert [is_sequence(x) for x in tensors] == [0, 0]
-            assert (torch.ones(3)[1], torch.nn.Parameter(torch.ones(3))[1]) == (2, 2)
-        assert [is_sequence(x) for x in tensors] == [0, 0]
-    assert "__getitem__" not in vars(torch.Tensor) and torch.ones(3)[1] == 1

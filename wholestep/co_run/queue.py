@@ -20,6 +20,7 @@ from wholestep.nested import leaves, tensors_of
 from wholestep.torch_compat import (
     UnwrappedDispatchMode,
     as_called,
+    dispatching,
     function_modes,
     function_modes_disabled,
     no_modes,
@@ -369,7 +370,8 @@ class Queue(UnwrappedDispatchMode):
         tensors, numbers = self._slots.tensors, self._slots.numbers
         self._forget()
         self._running = True
-        with no_modes(), torch.inference_mode(False):  # what plans keep of it is no inference tensor
+        # also where C++ has switched modes off; and what plans keep of it is no inference tensor
+        with dispatching(), no_modes(), torch.inference_mode(False):
             for _, storage, layout in alive:
                 empty = torch.empty((), dtype=layout.dtype, device=layout.device)
                 tensors.append(empty.set_(storage, 0, layout.size, layout.stride))

@@ -11,7 +11,7 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.machinery import EXTENSION_SUFFIXES
 from types import FrameType
 from typing import Any
@@ -38,25 +38,18 @@ ARRAYS = ("numpy", "__array__")  # of these, what gives arrays
 GENERATOR = ("get_state", "set_state", "manual_seed", "seed", "get_offset", "set_offset", "clone_state",
              "graphsafe_get_state", "graphsafe_set_state")  # fmt: skip
 
-# Functions that hand objects to other threads, and memory to other libraries.
-FUNCTIONS = (
-    (threading.Condition, "notify"), (queue.SimpleQueue, "put"), (dlpack, "to_dlpack"),
-    (torch, "set_default_dtype"),
+# All these, and functions that hand objects to other threads, and memory to other libraries.
+READS = (
+    *((torch.Tensor, name) for name in TENSOR), *((torch.Generator, name) for name in GENERATOR),
+    (threading.Condition, "notify"), (queue.SimpleQueue, "put"), (dlpack, "to_dlpack"), (torch, "set_default_dtype"),
 )  # fmt: skip
 
-# Functions whose C++ reads the memory of tensors that they are given, alone or in lists.
-GIVEN = (
-    *((torch, name) for name in ("tensor", "as_tensor", "asarray", "sparse_coo_tensor", "sparse_compressed_tensor",
-                                 "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor", "sparse_bsc_tensor",
-                                 "ctc_loss", "tensor_split", "_shape_as_tensor", "_reshape_from_tensor",
-                                 "_pad_packed_sequence")),
-    *((torch.Tensor, name) for name in ("new_tensor", "new", "tensor_split")),
+# Functions whose C++ reads the memory of tensors that they are given, or calls the step's code in ways of its own.
+WITHOUT_MODES = (
+    *((torch, name) for name in ("sparse_coo_tensor", "ctc_loss", "tensor_split", "_shape_as_tensor",
+                                 "_reshape_from_tensor", "_pad_packed_sequence")),
+    (torch.Tensor, "tensor_split"), COMPILED_OPERATORS, (torch.jit, "trace"), (torch.jit, "trace_module"),
 )  # fmt: skip
-# Methods that read the memory of tensors in lists in an index.
-INDEXING = ((torch.Tensor, "__getitem__"), (torch.Tensor, "__setitem__"))
-
-# Functions that call the step's code in ways of their own.
-WITHOUT_MODES = (COMPILED_OPERATORS, (torch.jit, "trace"), (torch.jit, "trace_module"))
 
 
 class _Current(threading.local):
@@ -76,18 +69,11 @@ def flushing() -> Iterator[Replacement]:
     The same objects each time, as long as what they replace is the same. Before a thread begins, which may be handed
     tensors in ways that nobody sees, all runs at once.
     """
-    for owner, name, reads in _asked():
+    for owner, name in (*READS, *setters(), *WITHOUT_MODES):
         if hasattr(owner, name):
-            yield owner, name, _after(owner, name, reads, original(owner, name))
+            yield owner, name, _after(name, original(owner, name), (owner, name) in WITHOUT_MODES)
     yield torch.Tensor, "__new__", _new(original(torch.Tensor, "__new__"))
     yield threading.Thread, "start", _begin(original(threading.Thread, "start"))
-
-
-def _asked() -> Iterator[tuple[Any, str, Callable[[Any], bool] | None]]:
-    """Owners and names, and whether a call with given arguments reads: None where each does."""
-    yield from _ALWAYS
-    yield from ((owner, name, None) for owner, name in setters())
-    yield from _WITH_ARGUMENTS
 
 
 @_kept
@@ -113,19 +99,8 @@ def _new(make: Callable[..., torch.Tensor]) -> Any:
     return staticmethod(new)
 
 
-def _has_tensor(args: Sequence[Any]) -> bool:
-    return any(isinstance(a, torch.Tensor) or (type(a) in (list, tuple) and _has_tensor(a)) for a in args)
-
-
-def _has_sequence(args: Sequence[Any]) -> bool:
-    """Whether there are tensors in a list that is an index, or in a list or tuple in an index."""
-    index = args[0]
-    nested = index if type(index) is tuple else (index,)
-    return any(type(a) in (list, tuple) and _has_tensor(a) for a in nested)
-
-
 @_kept
-def _after(owner: Any, name: str, reads: Callable[[Any], bool] | None, found: Any) -> Any:
+def _after(name: str, found: Any, without_modes: bool) -> Any:
     if not callable(found):  # a property, of Python or of C
 
         def get(self: Any) -> Any:
@@ -134,33 +109,20 @@ def _after(owner: Any, name: str, reads: Callable[[Any], bool] | None, found: An
 
         return property(get)
 
-    own = 1 if owner is torch.Tensor else 0  # the method's tensor is read by operators alone
-
     @functools.wraps(found)
     def call(*args: Any, **kwargs: Any) -> Any:
         queue = current.queue
-        if reads is None:
-            queue.read((args, kwargs))
-            if name in ARRAYS:
-                array = found(*args, **kwargs)
-                queue.exposed.add(array, args[0])
-                return array
-        elif reads([*args[own:], *kwargs.values()]):
-            queue.read((args, kwargs))
-            with suspended(), dispatch_modes_off():  # under a mode, C++ takes lists of tensors for other lists
+        queue.read((args, kwargs))
+        if without_modes:
+            with suspended(), dispatch_modes_off():
                 return found(*args, **kwargs)
-        return found(*args, **kwargs)
+        result = found(*args, **kwargs)
+        if name in ARRAYS:
+            queue.exposed.add(result, args[0])
+        return result
 
     return call
 
-
-_ALWAYS = [(owner, name, None) for owner, name in (
-    *((torch.Tensor, name) for name in TENSOR), *((torch.Generator, name) for name in GENERATOR), *FUNCTIONS,
-)]  # fmt: skip
-_WITH_ARGUMENTS: list[tuple[Any, str, Callable[[Any], bool]]] = [
-    *((owner, name, _has_tensor) for owner, name in GIVEN), *((owner, name, _has_sequence) for owner, name in INDEXING),
-    *((owner, name, bool) for owner, name in WITHOUT_MODES),
-]  # fmt: skip
 
 # Packages whose functions in C take no tensors, but arrays at most, which are made after a flush.
 WITHOUT_TENSORS = frozenset({"google", "numpy", "pandas", "PIL", "psutil", "yaml"})
