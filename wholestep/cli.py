@@ -10,9 +10,9 @@ from __future__ import annotations
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
+from unittest.mock import patch
 
 import click
 
@@ -52,7 +52,12 @@ def dry_run(target: str, arguments: Sequence[str], *, module: bool, ranks: int, 
     place = World(ranks).environment(rank, 1, "")
     paths = [os.getcwd() if module else os.path.dirname(os.path.abspath(target)), *sys.path]
     run: Any = runpy.run_module if module else runpy.run_path
-    with _environment(place, [target, *arguments], paths), alone(), _explain_in_place_of_running():
+
+    def serve(step: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Any = None) -> Any:
+        raise _Explained(step.explain(*args, **kwargs))
+
+    seen: dict[str, Any] = {"argv": [target, *arguments], "path": paths}
+    with patch.dict(os.environ, place), patch.multiple(sys, **seen), patch.object(Compiled, "serve", serve), alone():
         try:
             run(target, run_name="__main__")
         except _Explained as found:
@@ -60,33 +65,6 @@ def dry_run(target: str, arguments: Sequence[str], *, module: bool, ranks: int, 
         except SystemExit as end:
             raise DryRunError(f"{target} ended ({end.code}) before it called a compiled step") from None
     raise DryRunError(f"{target} ended before it called a compiled step: nothing that ws.compile gave was called")
-
-
-@contextmanager
-def _explain_in_place_of_running() -> Iterator[None]:
-    def serve(step: Compiled, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Any = None) -> Any:
-        raise _Explained(step.explain(*args, **kwargs))
-
-    before = Compiled.serve
-    Compiled.serve = serve  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        Compiled.serve = before  # type: ignore[method-assign]
-
-
-@contextmanager
-def _environment(variables: dict[str, str], argv: list[str], paths: list[str]) -> Iterator[None]:
-    """The surroundings in which a launcher starts a script."""
-    kept = dict(os.environ), sys.argv, sys.path
-    os.environ.update(variables)
-    sys.argv, sys.path = argv, paths
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(kept[0])
-        sys.argv, sys.path = kept[1:]
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

@@ -107,7 +107,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         ]
         self._syncs_buffers = self._buffers_due = self.forward_sync_buffers and bool(self._named_buffers)
         self.device_ids = [torch.device("cuda", d) if isinstance(d, int) else d for d in device_ids or []]
-        _check(named, self.device_ids, init_sync)
+        _check(named, self.device_ids)
         if init_sync:
             require_equal_models("DistributedDataParallel", module, named, self.process_group)
             self._broadcast([*self._own, *(self._buffers_now() if init_buffers else [])], 0)
@@ -339,7 +339,7 @@ def _device_type(module: nn.Module) -> str:
     return next((p.device.type for p in module.parameters()), "cpu")
 
 
-def _check(named: list[tuple[str, nn.Parameter]], device_ids: list[Any], compared: bool) -> None:
+def _check(named: list[tuple[str, nn.Parameter]], device_ids: list[Any]) -> None:
     if not named:
         raise RuntimeError(
             "DistributedDataParallel is not needed when a module doesn't have any parameters that require a gradient."
@@ -350,15 +350,8 @@ def _check(named: list[tuple[str, nn.Parameter]], device_ids: list[Any], compare
             f"DistributedDataParallel: each rank has a part of its own of {', '.join(parts)}: fully_shard reduces the "
             "gradients itself; to do: leave the wrapper out"
         )
-    devices = {str(p.device): name for name, p in reversed(named)}
-    if "meta" in devices and compared:
-        return  # all ranks will be told
-    if "meta" in devices:
-        raise ValueError(
-            f"DistributedDataParallel: parameter {devices['meta']} is on the meta device; to do: give the module "
-            "memory (module.to_empty, then its values) before it is wrapped"
-        )
-    if len({p.device.type for _, p in named}) > 1:
+    devices = {str(p.device): name for name, p in reversed(named) if not p.is_meta}  # of others all ranks are told
+    if len({p.device.type for _, p in named if not p.is_meta}) > 1:
         raise ValueError(
             "DistributedDataParallel's input module must be on the same type of devices, but its module parameters are "
             f"on {', '.join(f'{device} ({name})' for device, name in devices.items())}"
