@@ -6,6 +6,7 @@ import collections
 import functools
 import importlib
 import itertools
+import re
 import sys
 import types
 import weakref
@@ -159,8 +160,8 @@ STEPS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 # What a replay makes anew; the Python of the other steps runs at each call.
 REPLAYED = (
-    "closure", "argument in a closure", "defaults", "recursive", "counter", "attributes of a function", "subclasses",
-    "cycle", "weak", "method", "slots", "containers", "results", "number", "objects",
+    "closure", "argument in a closure", "defaults", "counter", "subclasses", "cycle", "method", "slots", "containers",
+    "results", "number", "objects",
 )  # fmt: skip
 
 
@@ -196,7 +197,7 @@ def test_whatever_a_step_returns_is_made_anew(name: str) -> None:
     if name in REPLAYED:
         assert compiled.captures == 1
     else:
-        assert "cannot be made again at each call" in compiled.breaks[0]
+        assert re.search("cannot be made again at each call|contains itself", compiled.breaks[0])
 
 
 @pytest.mark.parametrize("name", STEPS)

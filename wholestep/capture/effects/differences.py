@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import types
-import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain, takewhile
 from typing import Any
@@ -73,7 +72,6 @@ class _Described:
         self.new: dict[int, New] = {}
         self.open: set[int] = set()
         self.new_ids: set[int] = set()
-        self.cells: list[tuple[Made, tuple[Any, ...], str]] = []  # closure cells, to be filled
         self.grown: list[tuple[Source, int, Any]] = []  # a list, by how many values, and the first that is new
         self.made: dict[int, tuple[Any, Value]] = {}  # a container that is held twice is made once
 
@@ -118,9 +116,6 @@ class _Described:
                 self.made[id(value)] = value, self._made(value, where)
             finally:
                 self.open.discard(id(value))
-        while self.cells and not self.open:  # last: a function may be found in a cell of its own
-            made, parts, where = self.cells.pop()
-            made.parts = tuple(self.value(part, where) for part in parts)
         return self.made[id(value)][1]
 
     def _is_of_numbers(self, value: Any) -> bool:
@@ -142,8 +137,7 @@ class _Described:
         kind = type(value)
         if kind in (dict, list, tuple, set, frozenset):
             return self.tree(kind, value if kind is dict else dict(enumerate(value)), where)
-        held = value() if isinstance(value, weakref.ref) else value
-        if held is None or not isinstance(value, (dict, list, set, frozenset)) and not self._is_recent(held):
+        if not isinstance(value, (dict, list, set, frozenset)) and not self._is_recent(value):
             source = None if isinstance(value, (types.FunctionType, type, types.ModuleType)) else kept_in_module(value)
             return Const(value) if source is None else Existing(source, value)
         try:
@@ -157,9 +151,6 @@ class _Described:
         self.made[id(value)] = value, made
         made.args = tuple(v if isinstance(v, Const) else self.value(v, where) for v in found.args)
         self.open.discard(id(value))  # from here on it may hold itself
-        if kind is types.CellType:
-            self.cells.append((made, found.parts, where))
-            return made
         made.parts = tuple(self.value(part, where) for part in found.parts)
         return made
 

@@ -8,7 +8,6 @@ their tensors through the binder's list of them, which it keeps up to date.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import CellType
 from typing import Any
 
 import torch
@@ -40,13 +39,12 @@ class Replay:
         path.writer.spaces.append(self.space)
         self.dynamic = False
         self.built: dict[int, str] = {}  # id of a Tree or what is Made -> the variable that holds it
-        self.cells: list[tuple[Made, list[str]]] = []
         self.reads: list[str] = []
         self.writes: list[str] = []
         self.late: list[str] = []
         self.replaced: dict[int, str] = {}  # id of a gradient that nobody reads -> the tensor that has it
         self.kept: set[int] = set()
-        outcome = self._whole(result)
+        outcome = self._value(result)
         for index, effect in enumerate(effects):
             self._effect(index, effect)
         head = ["call = Call(fn, args, kwargs, replaced)"] if self.dynamic else []
@@ -80,15 +78,6 @@ class Replay:
         self.dynamic = True
         return f"{self._constant(source)}.read(call)"
 
-    def _whole(self, value: Value) -> str:
-        """As `_value`, with all closure cells filled: last, as a function may be in a cell of its own."""
-        name = self._value(value)
-        while self.cells:
-            cell, lines = self.cells.pop()
-            parts = [self._value(part) for part in cell.parts]
-            lines.append(f"fill({', '.join([self.built[id(cell)], *parts])})")
-        return name
-
     def _value(self, value: Value) -> str:
         if isinstance(value, New):
             return f"made[{value.index}]"
@@ -105,9 +94,7 @@ class Replay:
             made = self._made(value) if isinstance(value, Made) else self._tree(value)
             name = self.built[id(value)] = f"n{len(self.built)}"
             lines.append(f"{name} = {made}")
-            if isinstance(value, Made) and value.kind is CellType:
-                self.cells.append((value, lines))
-            elif isinstance(value, Made) and value.parts:
+            if isinstance(value, Made) and value.parts:
                 lines.append(f"fill({', '.join([name, *map(self._value, value.parts)])})")
         return self.built[id(value)]
 
@@ -137,7 +124,7 @@ class Replay:
         self.reads.append(f"h{index} = {self._read(effect.source)}")
         late = is_late(*effect.parts.values())
         for name, part in effect.parts.items():
-            expression = self._whole(part)
+            expression = self._value(part)
             (self.late if late else self.reads).append(f"{variables[name]} = {expression}")
         if effect.change is SET_GRAD:
             self._replace(effect.source)

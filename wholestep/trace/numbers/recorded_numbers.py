@@ -97,18 +97,16 @@ class RecordedNumbers:
 
         Raises:
             Exception: that error.
-            DataDependentError: code around the call would catch one, and the numbers are not known before the step.
+            DataDependentError: code around the call would catch one.
         """
         function = pow if function is operator.pow else function  # which fx prints, of -2 and p, as -2 ** p
         hosts = [isinstance(getattr(a, "node", None), HostNode) for a in args]
         nodes = tuple(a.node.fx_node if host else a for a, host in zip(args, hosts, strict=True))
         known = all(a.node.known for a, host in zip(args, hosts, strict=True) if host)
         if any(map(is_caught, errors_of(function))):
-            if not known:
-                what = f"the step catches what may be raised where numbers are others, by {function.__name__}"
-                remedy = "check them before, or compile without fullgraph=True"
-                raise self.refused(DataDependentError(what, user_line(), remedy))
-            self.record(raises(function), args, error is not None)  # a guard
+            what = f"the step catches what may be raised where numbers are others, by {function.__name__}"
+            remedy = "check them before, or compile without fullgraph=True"
+            raise self.refused(DataDependentError(what, user_line(), remedy))
         if error is not None and known:
             raise error
         positive = type(args[0]) is float and args[0] >= 0
@@ -261,21 +259,6 @@ def errors_of(function: Callable[..., Any]) -> tuple[Any, ...]:
     if function is pow:
         return ZeroDivisionError, OverflowError
     return (ZeroDivisionError,) if function in (operator.truediv, operator.floordiv, operator.mod) else ()
-
-
-@functools.cache
-def raises(function: Callable[..., Any]) -> Callable[..., bool]:
-    """Whether a function of numbers raises what its domain asks for."""
-
-    def failing(*args: Any) -> bool:
-        try:
-            function(*args)
-        except (ArithmeticError, ValueError):
-            return True
-        return False
-
-    failing.__name__ = f"{function.__name__}_raises"
-    return failing
 
 
 @functools.cache
