@@ -16,7 +16,7 @@ from wholestep.comm.api.tracing import not_recorded
 from wholestep.comm.engines import c10d
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, ProcessGroup
 from wholestep.comm.stores.store import FileStore, HashStore, PrefixStore, Store
-from wholestep.comm.stores.store_barrier import forget, store_based_barrier
+from wholestep.comm.stores.store_barrier import store_based_barrier
 from wholestep.comm.stores.tcp_store import TCPStore
 from wholestep.errors import DistError
 
@@ -131,7 +131,6 @@ def init_process_group(
         group = create_group(config, PrefixStore(epoch, store), rank, size, timeout)
         if group.backend_name not in ("shm", "shm+gloo", "thread", "null"):
             store_based_barrier(rank, PrefixStore(epoch, store), DEFAULT_GROUP, size, timeout)
-            forget(PrefixStore(epoch, store), DEFAULT_GROUP, size)
     except BaseException:
         known.store = None
         if made_here:

@@ -33,7 +33,7 @@ from wholestep.comm.process_group import (
 )
 from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.stores.store import DEFAULT_STORE_TIMEOUT, PrefixStore, Store
-from wholestep.comm.stores.store_barrier import exchange, forget
+from wholestep.comm.stores.store_barrier import exchange
 from wholestep.comm.work import All, Work, checked_timeout
 from wholestep.errors import DistBackendError, DistError, DistNetworkError, DistRankError
 from wholestep.torch_compat import gloo_options
@@ -62,12 +62,8 @@ class _ForTorch(dist.Store):
         self.ours = store
 
 
-def _forwarded(name: str) -> Callable[..., Any]:
-    return lambda self, *args: getattr(self.ours, name)(*args)
-
-
 for _name in ("set", "add", "compare_set", "get", "wait", "check", "delete_key", "set_timeout"):
-    setattr(_ForTorch, _name, _forwarded(_name))
+    setattr(_ForTorch, _name, lambda self, *args, name=_name: getattr(self.ours, name)(*args))
 
 
 def agent_store(host: str, port: int, timeout: timedelta) -> Store:
@@ -132,7 +128,6 @@ class C10dGroup(ProcessGroup):
             raise DistBackendError(f"torch {torch.__version__} was built without {backend}: use gloo or shm")
         self._ours, self._store = store, _ForTorch(store)
         exchange(rank, store, "engine", size, timeout)  # the engine itself would not say who is missing
-        forget(store, "engine", size)
         address = store.local_address() if backend == "gloo" and INTERFACE_VARIABLE not in os.environ else ""
         try:
             # where the store was reached, the others are too: Gloo itself would ask for the host's name, which many a

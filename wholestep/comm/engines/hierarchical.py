@@ -33,7 +33,7 @@ from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup,
 from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.shared_tensors import need_native
 from wholestep.comm.stores.store import Store
-from wholestep.comm.stores.store_barrier import exchange, forget
+from wholestep.comm.stores.store_barrier import exchange
 from wholestep.comm.work import Work
 from wholestep.errors import DistBackendError, DistMismatchError
 
@@ -255,8 +255,5 @@ def create_shared(store: Store, rank: int, size: int, timeout: timedelta = DEFAU
     need_native()
     topology = Topology(exchange(rank, store, "hosts", size, timeout, host_identity()))
     if len(topology.hosts) == 1:
-        group: ProcessGroup = ShmGroup(store, rank, size, timeout)
-    else:
-        group = HierarchicalGroup(store, rank, topology, timeout)
-    forget(store, "hosts", size)
-    return group
+        return ShmGroup(store, rank, size, timeout)
+    return HierarchicalGroup(store, rank, topology, timeout)

@@ -69,11 +69,6 @@ def disagreement(mine: bytes, theirs: bytes, me: str, other: str, labels: Sequen
     return f"{me} calls {describe(mine)}; {other} calls {describe(theirs)}"
 
 
-def sequence_of(desc: bytes) -> int:
-    """The number of a described collective in its group."""
-    return int(struct.unpack_from("<Q", desc, 24)[0])
-
-
 def describe(desc: bytes) -> str:
     """A rank's description of a collective, in words."""
     op, dtype, red, _, root, size, shape, seq = struct.unpack("<BBBBIQQQ", desc)
@@ -128,7 +123,7 @@ def collective_error(group: ProcessGroup, outcome: Outcome, handle: int, limit: 
 
 def _place(group: ProcessGroup, mine: bytes) -> str:
     """An earlier collective: its number, and the user's line while the flight recorder has it."""
-    seq = sequence_of(mine)
+    seq = int(struct.unpack_from("<Q", mine, 24)[0])
     where = flight_recorder.place(group.group_name, seq)
     return f"#{seq}, which {where} called" if where else f"#{seq}"
 

@@ -16,7 +16,7 @@ from wholestep.comm.engines.native_codes import Outcome, collective_error, messa
 from wholestep.comm.engines.shm_segment import attach
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup, part_of
 from wholestep.comm.reduce_op import RedOpType
-from wholestep.comm.shared_tensors import native, need_native
+from wholestep.comm.shared_tensors import native
 from wholestep.comm.stores.store import Store
 from wholestep.comm.work import Finished, Work, seconds
 from wholestep.errors import DistBackendError, DistError, DistTimeoutError
@@ -108,7 +108,7 @@ class ShmGroup(ProcessGroup):
         under_way: works that have not been waited for, by their ids.
 
     Raises:
-        DistBackendError: the engine is not built, the ranks are not on one host, or shared memory is full.
+        DistBackendError: shared memory is full, or there are more ranks.
         DistStoreError: not all ranks came within the time-out.
     """
 
@@ -116,7 +116,6 @@ class ShmGroup(ProcessGroup):
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta = DEFAULT_TIMEOUT) -> None:
         super().__init__(rank, size)
-        need_native()
         if size > 256:
             raise DistBackendError(f"shm carries at most 256 ranks, {size} are required: use gloo")
         self.timeout, self._seconds = timeout, seconds(timeout)

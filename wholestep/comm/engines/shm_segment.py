@@ -8,7 +8,7 @@ from datetime import timedelta
 from wholestep.comm.process_group import DebugLevel, get_debug_level
 from wholestep.comm.shared_tensors import native, no_room, unnamed_file
 from wholestep.comm.stores.store import Store
-from wholestep.comm.stores.store_barrier import forget, give_up, leave_together, store_based_barrier
+from wholestep.comm.stores.store_barrier import give_up, leave_together, store_based_barrier
 from wholestep.errors import DistBackendError, DistError
 
 HOST_VARIABLE = "WHOLESTEP_HOST"
@@ -28,7 +28,7 @@ def attach(store: Store, rank: int, size: int, timeout: timedelta) -> int:
     """Returns the engine's handle when all ranks have mapped the memory.
 
     Raises:
-        DistBackendError: the ranks are not on one host, or shared memory is full.
+        DistBackendError: shared memory is full.
         DistStoreError: not all ranks came within the time-out.
     """
     handle = 0
@@ -42,26 +42,24 @@ def attach(store: Store, rank: int, size: int, timeout: timedelta) -> int:
             why = DistBackendError(f"rank {rank} of the group cannot go on: {failure}")
             give_up(store, "shm", why)
             if rank == 0:
-                store.set("segment", f"- - {why}")
+                store.set("segment", f"- {why}")
         if isinstance(failure, DistBackendError):
             leave_together(store, "shm", size)
         raise
-    forget(store, "shm", size, "segment")
+    if rank == 0:
+        store.delete_key("segment")
     native.ready(handle, get_debug_level() is DebugLevel.DETAIL)
     return handle
 
 
 def _map(store: Store, rank: int, size: int) -> int:
     length = native.group_bytes(size)
-    host = host_identity()  # else /proc could show us somebody else's process
     if rank == 0:
         fd = unnamed_file(length, "shm group")
     else:
-        pid, number, text = store.get("segment").decode().split(" ", 2)
+        pid, number = store.get("segment").decode().split(" ", 1)
         if pid == "-":
-            raise DistBackendError(text)
-        if text != host:
-            raise DistBackendError(f"shm: ranks {rank} and 0 of the group are on different hosts")
+            raise DistBackendError(number)
         try:
             fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as failure:
@@ -75,5 +73,5 @@ def _map(store: Store, rank: int, size: int) -> int:
         os.close(fd)
         raise no_room(length, "shm group", failure) from failure
     if rank == 0:
-        store.set("segment", f"{os.getpid()} {fd} {host}")  # now that there is room for it
+        store.set("segment", f"{os.getpid()} {fd}")  # now that there is room for it
     return handle

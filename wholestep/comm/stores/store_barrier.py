@@ -46,10 +46,10 @@ def exchange(rank: int, store: Store, name: str, count: int, timeout: timedelta,
     """A `store_based_barrier` that returns what every rank showed, in rank order."""
     key = _key(name)
     shown = f"process {os.getpid()} on {socket.gethostname()}\n{secrets.token_hex(8)}\n{value}"
-    found = store.compare_set(f"{key}:{rank}", "", shown).decode()
-    if found != shown:
+    there = store.compare_set(f"{key}:{rank}", "", shown).decode()
+    if there != shown:
         raise ValueError(
-            f"rank {rank} of {count} is there already: {found.splitlines()[0]}. Two processes have the same rank, "
+            f"rank {rank} of {count} is there already: {there.splitlines()[0]}. Two processes have the same rank, "
             "two jobs meet at the same address, or its file is left over from an earlier job: give each job its own"
         )
     if store.add(key, 1) == count:
@@ -73,7 +73,12 @@ def exchange(rank: int, store: Store, name: str, count: int, timeout: timedelta,
             leave_together(store, name, came)
     if kind != ALL_CAME:
         raise getattr(errors, kind)(f"rank {rank}: {why}")
-    return [one.decode().split("\n", 2)[2] for one in store.multi_get(_shown(name, count))]
+    found = store.multi_get(_shown(name, count))
+    with contextlib.suppress(errors.DistError):  # the store may end with its master, once all have come
+        if store.add(f"{name} done", 1) == count:  # nobody needs them any more
+            for used in (key, f"{key}:last", *_shown(name, count), f"{name} done"):
+                store.delete_key(used)
+    return [one.decode().split("\n", 2)[2] for one in found]
 
 
 def give_up(store: Store, name: str, why: errors.DistError) -> None:
@@ -87,10 +92,3 @@ def leave_together(store: Store, name: str, count: int) -> None:
         if store.add(f"{name} left", 1) >= count:
             store.set(f"{name} all left", "1")
         store.wait_for(f"{name} all left", LINGER)
-
-
-def forget(store: Store, name: str, count: int, *keys: str) -> None:
-    """Deletes what `exchange` has left, and other keys, which nobody needs once ``count`` ranks have called this."""
-    if store.add(f"{name} done", 1) == count:
-        for key in (_key(name), f"{_key(name)}:last", *_shown(name, count), *keys, f"{name} done"):
-            store.delete_key(key)
