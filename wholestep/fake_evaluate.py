@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.fake_layouts import is_opaque, layouts, new_fake, run_kernel
+from wholestep.fake_layouts import is_opaque, is_plain, key_of, layouts, new_fake, run_kernel
 from wholestep.functional import OFFSETS, Functionalized, operator_of
 from wholestep.ir import info
 from wholestep.nested import leaves, map_leaves
@@ -164,30 +164,6 @@ def run(mode: FakeTensorMode, target: Any, args: Any, kwargs: Any) -> Any:
     """Runs a call on fake tensors, as below autograd."""
     with mode, torch.no_grad(), below_autograd():
         return target(*args, **kwargs)
-
-
-def key_of(argument: Any, values: list[torch.Tensor], offsets: bool = True) -> Any:
-    """All of an argument that rules and operators on fake tensors see, offsets where asked; collects tensors."""
-    kind = type(argument)
-    if kind is fx.Node:
-        argument = info(argument).value
-        kind = type(argument)
-    if issubclass(kind, torch.Tensor):
-        values.append(argument)
-        if not is_plain(argument):
-            return [argument]  # has no hash
-        offset = argument.storage_offset() if offsets else 0
-        return argument.shape, argument.stride(), offset, argument.dtype, argument.device
-    if issubclass(kind, (list, tuple)):
-        return tuple([key_of(one, values, offsets) for one in argument])
-    if issubclass(kind, dict):
-        return tuple([(name, key_of(one, values, offsets)) for name, one in argument.items()])
-    return kind, argument
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """True for a tensor whose memory holds its elements as they are, by strides."""
-    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _get(known: dict[Any, Any], key: Any) -> Any:

@@ -8,10 +8,11 @@ May import: functional, nested, torch_compat.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from wholestep.functional import Functionalized, operator_of
 from wholestep.nested import map_leaves, tensors_of
@@ -100,7 +101,7 @@ def layouts(func: OpOverload, args: Any, kwargs: Any, wrong_rule: bool = False) 
     if torch.Tag.nondeterministic_seeded in func.tags:
         kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
     try:
-        key = (func, *_signature((args, kwargs)), kernel_settings())
+        key = func, key_of((args, kwargs), [], offsets=False), kernel_settings()
         if key not in _known:
             if len(_known) >= _MOST:
                 _known.clear()
@@ -181,18 +182,28 @@ RULES: dict[Any, Callable[..., Any]] = {
 _UNASKED = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
-def _signature(tree: Any) -> Iterator[Any]:
-    for leaf in tree.values() if isinstance(tree, dict) else tree:
-        if isinstance(leaf, torch.Tensor):
-            if leaf.layout is not torch.strided:
-                raise CannotTry
-            signs = leaf.dtype.is_complex and leaf.is_conj(), leaf.is_neg()
-            yield leaf.shape, leaf.stride(), leaf.dtype, leaf.device, signs
-        elif isinstance(leaf, (list, tuple, dict)):
-            yield tuple(leaf) if isinstance(leaf, dict) else len(leaf)
-            yield from _signature(leaf)
-        else:
-            yield type(leaf), leaf
+def key_of(argument: Any, values: list[torch.Tensor], offsets: bool = True) -> Any:
+    """All of an argument that rules and operators on fake tensors see, offsets where asked; collects tensors."""
+    kind = type(argument)
+    if kind is fx.Node:
+        argument = argument.meta["info"].value
+        kind = type(argument)
+    if issubclass(kind, torch.Tensor):
+        values.append(argument)
+        if argument.layout is not torch.strided:
+            return [argument]  # has no hash
+        place = argument.shape, argument.stride(), argument.storage_offset() if offsets else 0
+        return *place, argument.dtype, argument.device, argument.is_conj(), argument.is_neg()
+    if issubclass(kind, (list, tuple)):
+        return tuple([key_of(one, values, offsets) for one in argument])
+    if issubclass(kind, dict):
+        return tuple([(name, key_of(one, values, offsets)) for name, one in argument.items()])
+    return kind, argument
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """True for a tensor whose memory holds its elements as they are, by strides."""
+    return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _is_settled(func: OpOverload, operands: list[torch.Tensor]) -> bool:
@@ -253,7 +264,7 @@ def run_kernel(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], A
     except Exception:  # whatever it is: the call itself will say it
         return None
     found = [*tensors_of(results)]
-    is_said = all(t.layout is torch.strided and not t.is_conj() and not t.is_neg() for t in found)
+    is_said = all(map(is_plain, found))
     return ([*tensors_of(given)], results) if is_said and not is_opaque([t for t in found if t.numel()]) else None
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.fake_evaluate import key_of
+from wholestep.fake_layouts import key_of
 from wholestep.ir import info, is_effectful, nbytes
 from wholestep.spmd.expand.calls import Call, R
 from wholestep.spmd.expand.graph_edits import COPIES, is_view
