@@ -209,8 +209,8 @@ class CapturedSegment:
         self.traced = traced
         by_id = {id(tensor): index for index, tensor in enumerate(args[0])}
         inputs = traced.inputs[: traced.n_inputs]
-        self.binds = [_bind(item, by_id) for item in inputs]
         self.indices = [_index(item, by_id) for item in inputs]
+        self.binds = [_bind(index, bool(item.members)) for index, item in zip(self.indices, inputs, strict=True)]
         read = {~index for index in self.indices if index < 0}
         self.constants = {index: n for index, n in enumerate(numbers) if index not in read}
 
@@ -254,12 +254,7 @@ def _index(item: Any, by_id: dict[int, int]) -> int:
     return by_id[id(item.members[0] if item.members else item.value)]
 
 
-def _bind(item: Any, by_id: dict[int, int]) -> Bind:
-    if isinstance(item.value, float):
-        number = item.source.key
-        return lambda tensors, numbers: numbers[number]
-    if item.members:
-        member = by_id[id(item.members[0])]
-        return lambda tensors, numbers: flat_memory(tensors[member])
-    index = _index(item, by_id)
-    return lambda tensors, numbers: tensors[index]
+def _bind(index: int, is_flat: bool) -> Bind:
+    if index < 0:
+        return lambda tensors, numbers: numbers[~index]
+    return lambda tensors, numbers: flat_memory(tensors[index]) if is_flat else tensors[index]

@@ -83,11 +83,7 @@ def _constant(container: Any, contents: Contents) -> None:
 
 
 def _numbered(container: Iterable[Any]) -> Contents:
-    return dict(enumerate(sources.base_of(container).__iter__(container)))
-
-
-def _read_dict(container: dict[Any, Any]) -> Contents:
-    return dict(sources.base_of(container).items(container))
+    return dict(enumerate(sources.contents(container)))
 
 
 _SLOTS_IN_C = {defaultdict: "default_factory", deque: "maxlen"}
@@ -209,7 +205,7 @@ def _write_tensor(tensor: torch.Tensor, contents: Contents) -> None:
 
 
 _TABLE = dict.__setitem__, dict.__delitem__
-MAPPING = ContainerKind("dict", _read_dict, _write_dict, sources.Item)
+MAPPING = ContainerKind("dict", sources.contents, _write_dict, sources.Item)
 ATTRIBUTES = ContainerKind("attributes", dict, _write_dict, sources.Item)
 MODULE = ContainerKind("module", _read_module, _one_by_one(_read_module, *_TABLE), sources.Item)
 LIST = ContainerKind("list", _numbered, _anew(list, list.extend), sources.Item)

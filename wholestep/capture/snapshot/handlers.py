@@ -209,7 +209,6 @@ def _class(found: Reachable, kind: type, source: sources.Source) -> None:
             isinstance(member, _DESCRIPTORS) or is_user_class(type(member)) and hasattr(member, "__get__")
         ):
             found.names_read.add(getattr(member, "func", None), name)
-            found.queue(member, sources.Item(sources.Vars(source), name))
 
 
 def _optimizer(found: Reachable, optimizer: torch.optim.Optimizer, source: sources.Source) -> None:

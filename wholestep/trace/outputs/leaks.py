@@ -11,6 +11,7 @@ import gc
 import inspect
 import sys
 import threading
+import traceback
 import types
 import weakref
 from collections.abc import Iterable, Iterator
@@ -170,7 +171,7 @@ def _holder(value: Any, known: list[Any]) -> str | None:
         above += [h for h in _referrers(level) if id(h) not in seen and not isinstance(h, fx.Node)]
         for holder in above:
             seen.add(id(holder))
-            below = next((o for o in level if _holds(holder, o)), level[0])
+            below = next((o for o in level if any(inner is o for inner in gc.get_referents(holder))), level[0])
             way[id(holder)] = f"{_link(holder, below)}{way.get(id(below), '')}"
             name = _name(holder) or variables.get(id(holder))
             if name is not None:
@@ -185,20 +186,14 @@ def _variables() -> dict[int, str]:
     """ids of what variables of running functions hold, none of which the garbage collector sees -> whose it is."""
     found: dict[int, str] = {}
     for frame in [*sys._current_frames().values()]:
-        above: types.FrameType | None = frame
-        while above is not None:
+        for above, _ in traceback.walk_stack(frame):
             code = above.f_code
             if code.co_flags & inspect.CO_OPTIMIZED and not code.co_filename.startswith(PACKAGE):
                 held = above.f_locals
                 found |= dict.fromkeys(map(id, held.values()), f"by a variable of {code.co_qualname}")
                 if isinstance(held, dict) and sys.getrefcount(held) <= 3:  # a copy, which the frame would keep
                     held.clear()
-            above = above.f_back
     return found
-
-
-def _holds(holder: Any, value: Any) -> bool:
-    return any(inner is value for inner in gc.get_referents(holder))
 
 
 def _link(holder: Any, value: Any) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from wholestep.capture import Snapshot, TensorInput
-from wholestep.capture.guards.compared_values import metadata
+from wholestep.capture.guards.compared_values import memory, metadata
 from wholestep.errors import CaptureError, UnsupportedError
 from wholestep.fake_evaluate import results
 from wholestep.functional import OFFSETS
@@ -20,7 +20,6 @@ from wholestep.torch_compat import (
     HOOK_TABLES,
     IS_VIEW,
     FakeTensor,
-    address_of,
     fake_of,
     generator_id,
     no_modes,
@@ -173,7 +172,7 @@ class Inputs:
         known = self.by_id.get(id(tensor))
         if known is None:
             found = self._found(tensor)
-            if memory_of(tensor) in self.shared:
+            if memory(tensor) in self.shared:
                 known = self._member(tensor, found)
             else:
                 fake = fake_of(self.builder.fake_mode, tensor)
@@ -209,12 +208,12 @@ class Inputs:
 
     def _member(self, tensor: torch.Tensor, found: TensorInput) -> TracedInput:
         """A tensor in a memory that other inputs share: a view of the memory, which is the input."""
-        memory = memory_of(tensor)
-        if memory not in self._flat:
+        address = memory(tensor)
+        if address not in self._flat:
             flat = flat_memory(tensor)
             fake = fake_of(self.builder.fake_mode, flat)
-            self._flat[memory] = self._root(f"memory of {found.source}", found.source, found.kind, flat, fake)
-        base = self._flat[memory]
+            self._flat[address] = self._root(f"memory of {found.source}", found.source, found.kind, flat, fake)
+        base = self._flat[address]
         self.asked[id(base), "elements of memory"] = base
         assert base.ref is not None
         if tensor.dtype != base.ref.geometry.dtype:
@@ -236,7 +235,7 @@ class Inputs:
             return
         item = self.items[index]
         if isinstance(item.value, torch.Tensor) and not isinstance(item.value, FakeTensor) and not item.members:
-            self.reached[memory_of(item.value)] = item
+            self.reached[memory(item.value)] = item
 
     def read_offset(self, tensor: torch.Tensor) -> None:
         """The storage offset of an input, or of a view of one, decides what the step does: it becomes a guard."""
@@ -290,11 +289,6 @@ class Inputs:
         """What errors call a tensor."""
         item = self.by_id.get(id(tensor))
         return str(item.source) if item else f"a tensor of shape {list(tensor.shape)}"
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """Identifies the memory of a tensor."""
-    return address_of(tensor.untyped_storage())
 
 
 def flat_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
@@ -35,13 +36,11 @@ def user_line() -> str:
 
 def line_of(error: BaseException) -> str:
     """The same for the frames that an error came through, and if none is the user's for those that call now."""
-    step, user, library = error.__traceback__, "", ""
-    while step is not None:
-        name = step.tb_frame.f_code.co_filename
+    user = library = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        name = frame.f_code.co_filename
         if not is_system(name) and name != "<string>":
-            line = f"{name}:{step.tb_lineno}"
-            user, library = (user, line) if is_library(name) else (line, "")
-        step = step.tb_next
+            user, library = (user, f"{name}:{number}") if is_library(name) else (f"{name}:{number}", "")
     return _joined(user or user_line(), library)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from wholestep.capture import Snapshot, new_values, outcome, state_outputs
+from wholestep.capture.guards.compared_values import memory
 from wholestep.errors import CaptureError, DataDependentError, LeakError, UnsupportedError
 from wholestep.ir import Input
 from wholestep.nested import leaves
@@ -23,7 +24,7 @@ from wholestep.trace.outputs.replaced_gradients import ReplacedGradients
 from wholestep.trace.patches.function_mode import TorchCalls
 from wholestep.trace.patches.python_patches import patched_python
 from wholestep.trace.record.finish import finish
-from wholestep.trace.record.inputs import TracedInput, memory_of
+from wholestep.trace.record.inputs import TracedInput
 from wholestep.trace.record.provenance import Provenance, line_of
 from wholestep.trace.record.recorder import Recorder
 from wholestep.trace.traced import Differentiate, SharedMemory, Traced
@@ -174,8 +175,8 @@ def _refuse_shared_writes(recorder: Recorder) -> None:
         tensor = item.value
         if not isinstance(tensor, torch.Tensor) or isinstance(tensor, FakeTensor) or item.members:
             continue
-        if tensor.numel() and memory_of(tensor):
-            by_memory.setdefault(memory_of(tensor), []).append(item)
+        if tensor.numel() and memory(tensor):
+            by_memory.setdefault(memory(tensor), []).append(item)
     parts = inputs.world.substitutes.parts
     for item in (item for item in inputs.reached.values() if id(item.value) in parts):
         what = f"the step reads memory beyond the elements of {item.source}, of which each rank holds a part"
