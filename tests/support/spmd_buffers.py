@@ -14,6 +14,9 @@ import wholestep as ws
 from tests.support.spmd_programs import differences, mesh, seen, stock_group
 from wholestep import comm
 
+# Before torch 2.12, a broadcast of stock DDP's counts as a write to each buffer.
+DDP_COUNTS = torch.__version__ < "2.12"
+
 
 class Statistics(nn.Module):
     """BatchNorm, one of them frozen, and buffers that are integers, bools, halves, transposed, unread, unsaved."""
@@ -93,7 +96,9 @@ def always_eval(model, opt, x):
     plain(model, opt, x)
 
 
-STEPS = [plain, pair, accumulated, clipped_twice, teacher, looked_at, evaluated, always_eval]
+STEPS = [plain, accumulated, clipped_twice, teacher, looked_at, evaluated, always_eval]
+if not DDP_COUNTS:
+    STEPS.append(pair)  # a buffer that the first forward has saved
 PLANS = {
     "DataParallel": ws.DataParallel("dp"),
     "ShardedOptimizer": ws.ShardedOptimizer("dp", min_bytes=1),
@@ -117,7 +122,7 @@ def run(step: Callable[..., Any], plan: Any = None, **ddp: Any) -> tuple[list[di
     for call in range(3):
         result = ours(given, opt, torch.randn(6, 3))
         now = seen(model, opt) | {f"buffer {name}": b.clone() for name, b in model.named_buffers()}
-        if call:
+        if call and not DDP_COUNTS:
             versions = {name: torch.tensor(b._version - counted[name]) for name, b in model.named_buffers()}
             now |= {f"version of {name}": times for name, times in versions.items()}
         found.append({name: one for name, one in (now | {"result": result}).items() if "state" not in name})
