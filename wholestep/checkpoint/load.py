@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from wholestep.checkpoint.read import Reader
-from wholestep.checkpoint.saving_ranks import Ranks
+from wholestep.checkpoint.saving_ranks import Ranks, progress
 from wholestep.checkpoint.state_names import (
     Contents,
     model_contents,
@@ -55,8 +55,9 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
         plan = Loading(Reader(path), model, optimizer)
         plan.check()
     with ranks.together(f"{path} cannot be read: "):
-        plan.run()
-        extra = plan.reader.extra()
+        with progress(f"loading {path}", plan.nbytes, ranks.rank == 0) as advance:
+            plan.run(advance)
+            extra = plan.reader.extra()
     return extra
 
 
@@ -74,6 +75,12 @@ class Loading:
         if optimizer is not None:
             self.names = parameter_names(model, optimizer)
             self.state = optimizer_contents(model, optimizer)
+
+    @property
+    def nbytes(self) -> int:
+        """About how much is read."""
+        every = [*self.held.tensors.values(), *self.state.tensors.values()]
+        return sum(held.part.numel * held.tensor.itemsize for held in every)
 
     # Does it fit?
 
@@ -128,8 +135,12 @@ class Loading:
 
     # Then do it
 
-    def run(self) -> None:
-        """Reads everything."""
+    def run(self, advance: Callable[[int], None]) -> None:
+        """Reads everything.
+
+        Args:
+            advance: told how many bytes more were read.
+        """
         extra = set(tensors_of(self.held.tree["extra"]))
         for name, held in self.held.tensors.items():
             if name not in extra and record_of(held.tensor) is not None:  # read when it is known which part is
@@ -137,9 +148,10 @@ class Loading:
                 read_from(held.tensor, source, f"{self.reader.path}: {name}")
             elif name not in extra:
                 self.reader.read("model", self._source(name), held.part, held.tensor)
+            advance(held.part.numel * held.tensor.itemsize)
         self._set_extra()
         if self.optimizer is not None:
-            self._set_optimizer()
+            self._set_optimizer(advance)
 
     def _set_extra(self) -> None:
         for raw, module in self.model.named_modules(remove_duplicate=False):
@@ -148,34 +160,39 @@ class Loading:
                 tree = self.saved["extra"][name]
                 module.set_extra_state(rebuild(tree, lambda n: self.reader.whole("model", n)))
 
-    def _set_optimizer(self) -> None:
+    def _set_optimizer(self, advance: Callable[[int], None]) -> None:
         assert self.optimizer is not None
         tree = self.reader.index["optimizer"]
         for group, saved in zip(self.optimizer.param_groups, tree["param_groups"], strict=True):
             settings = {key: value for key, value in saved.items() if key != "params"}
-            group.update(rebuild(settings, lambda name: self._tensor(name, None, True)))
+            group.update(rebuild(settings, lambda name: self._tensor(name, None, True, advance)))
             on_device = bool(group.get("capturable") or group.get("fused"))
             for parameter in group["params"]:
                 state = tree["state"].get(self.names[id(parameter)])
                 if state is None:
                     self.optimizer.state.pop(parameter, None)
                     continue
-                new = rebuild(state, lambda n, p=parameter, d=on_device: self._tensor(n, p, d))  # type: ignore[misc]
+                new = rebuild(state, lambda n, p=parameter, d=on_device: self._tensor(n, p, d, advance))  # type: ignore[misc]
                 held = self.optimizer.state[parameter]
                 held.clear()
                 held.update(new)
 
-    def _tensor(self, name: str, parameter: torch.Tensor | None, on_device: bool) -> torch.Tensor:
+    def _tensor(
+        self, name: str, parameter: torch.Tensor | None, on_device: bool, advance: Callable[[int], None]
+    ) -> torch.Tensor:
         """One tensor of the optimizer: in the place of the one that it has, or made like its parameter."""
         part, known = self.reader.part("optimizer", name), self.state.tensors.get(name)
         if known is not None and known.part.shape == part.shape:
-            return self.reader.read("optimizer", name, known.part, known.tensor)
+            self.reader.read("optimizer", name, known.part, known.tensor)
+            advance(known.part.numel * known.tensor.itemsize)
+            return known.tensor
         mine = part_of(parameter) if parameter is not None else None
         if mine is not None and mine.shape == part.shape:
             part = mine
         made = self.reader.read("optimizer", name, part)
         if parameter is not None and (made.dim() or on_device):  # a step count stays where Python can read it
             made = made.to(parameter.device)
+        advance(made.numel() * made.itemsize)
         return made if part.is_whole else mark_part(made, part)
 
 
