@@ -436,7 +436,9 @@ def mistakes() -> dict[str, str]:
     linear, alone = fully_shard(nn.Linear(4, 4)), fully_shard(Alone())
     opt = torch.optim.AdamW(linear.parameters())
     linear(torch.ones(2, 4)).sum().backward()
-    opt.step()
+    calls: list[int] = []
+    opt.step(closure=lambda: calls.append(1))  # type: ignore[arg-type, func-returns-value]
+    assert calls == [1], "the trial of the first step runs no closure"
     for name, state in (("model", linear.state_dict()), ("optimizer", opt.state_dict())):
         note(f"{name} by torch", partial(dcp.save, {"a": state}, checkpoint_id="/nowhere"))
         note(f"{name} as extra", partial(ws.save, "/nowhere", linear, extra={"a": state}))

@@ -100,7 +100,8 @@ def _try_step(optimizer: torch.optim.Optimizer, parts: list[torch.Tensor], args:
                 group["params"][:] = dict.fromkeys(one for one in group["params"] if id(one) in of_parts)
             step: Any = type(tried).step
             with _AcrossElements():
-                step(tried, *(_no_loss if callable(one) else one for one in args), **kwargs)
+                given = {name: _no_loss if callable(one) else one for name, one in kwargs.items()}
+                step(tried, *(_no_loss if callable(one) else one for one in args), **given)
         except Exception as error:
             raise UnsupportedError(
                 f"fully_shard with {type(optimizer).__name__}, {_why(error)}",
