@@ -93,7 +93,7 @@ def accelerate_checks(port: int, folder: str) -> dict[str, Any]:
     found["losses"] = loops[0].epoch() == loops[1].epoch()
     ours = loops[1]
     found["weights"] = equal(*(state(one.module) for one in loops))
-    found["reductions"] = ours.model.reducer.iterations
+    found["reductions"] = ours.model.reducer.times.iterations
     found["unwrapped"] = ours.accelerator.unwrap_model(ours.model) is ours.module
     ours.accelerator.save_state(folder)
     ours.epoch()
@@ -186,7 +186,7 @@ def trainer_checks(port: int, folder: str) -> dict[str, Any]:
         "weights": equal(stock, ours),
         "losses": losses == stock_losses and len(losses) == 4,
         "wrapper": type(wrapper).__module__.split(".")[0],
-        "reductions": wrapper.reducer.iterations,
+        "reductions": wrapper.reducer.times.iterations,
         "unused allowed": wrapper.find_unused_parameters,
         "resumed": equal(ours, resumed),
     }

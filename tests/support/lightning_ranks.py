@@ -61,7 +61,7 @@ class Module(pl.LightningModule):
     def on_train_end(self) -> None:
         wrapper = self.trainer.strategy.model
         self.reductions = (
-            wrapper.reducer.iterations if isinstance(wrapper, parallel.DistributedDataParallel) else 0
+            wrapper.reducer.times.iterations if isinstance(wrapper, parallel.DistributedDataParallel) else 0
         )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

@@ -305,6 +305,7 @@ def logs_as_stock(store: str) -> list[dict[str, tuple[Any, Any]]]:
                 stock, ours = (one._get_ddp_logging_data() for one in both)
                 left = [name for name in stock if "time" in name or name.startswith("gloo") or name == "iteration"]
                 found.append({name: (stock[name], ours.get(name)) for name in stock if name not in left})
+                found[-1] |= {name: (0, ours.get(name, "missing") and 0) for name in left if "time" in name}
     return found
 
 

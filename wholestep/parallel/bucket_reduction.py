@@ -16,6 +16,7 @@ from wholestep.comm.ops.functional_collectives import cores_are_busy
 from wholestep.parallel.buckets import LARGE_BYTES, Bucket, GradBucket, bucket_assignment
 from wholestep.parallel.comm_hooks.ordered import Hook
 from wholestep.parallel.equal_models import noted
+from wholestep.parallel.logging_data import StepTimes
 from wholestep.torch_compat import skipped_by_dynamo
 
 _ELSEWHERE = (
@@ -38,7 +39,6 @@ class BucketReduction:
     Attributes:
         divisor: of the sum over the ranks; None for their number.
         unused: parameters, here, of which the outputs of this forward do not depend.
-        iterations: how many backwards have reduced.
         error: what the last failure said.
     """
 
@@ -56,7 +56,7 @@ class BucketReduction:
         self.unused: set[int] = set()
         self.error = ""
         self._overlaps = not cores_are_busy(group.group_name)
-        self.iterations = 0
+        self.times = StepTimes()
         self._fill_buckets()
         self.first_sizes = [bucket.nbytes for bucket in self.buckets]
 
@@ -89,6 +89,7 @@ class BucketReduction:
     def _send(self, number: int) -> None:
         """Begins to reduce the gradients of a bucket."""
         bucket = self.buckets[number]
+        self.times.mark("backward_comm_time_start")
         if bucket.sparse:
             bucket.results = [self._sparse_mean(bucket.parameters[0], bucket.parameters[0].grad)]
             return

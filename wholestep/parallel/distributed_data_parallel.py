@@ -158,6 +158,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     @skipped_by_dynamo
     def _begin_forward(self, inputs: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """Gives the work of telling ranks that have no more batches, and the inputs on the module's device."""
+        if self._syncs and not is_captured():
+            self.reducer.times.begin_iteration()
         if self._join_config.enable and is_captured():
             raise UnsupportedError(
                 "DistributedDataParallel inside of Join, which asks the ranks at each call",
@@ -290,7 +292,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.hook_name = f"BuiltinCommHookType.{name}"
 
     def logging_data(self) -> dict[str, Any]:
-        """Settings and buckets, by torch's names (`logging_data.py`)."""
+        """Settings, buckets and times, by torch's names (`logging_data.py`)."""
         return logging_data(self)
 
     _register_builtin_comm_hook, _get_ddp_logging_data = register_builtin_comm_hook, logging_data  # torch's names

@@ -1,8 +1,10 @@
-"""What a data-parallel wrapper tells of itself: settings and buckets, by the names that torch's has for them."""
+"""What a data-parallel wrapper tells of itself: settings, buckets and times, by the names that torch's has for them."""
 
 from __future__ import annotations
 
 import os
+import time
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +12,45 @@ from wholestep import comm
 
 _CPP_NAMES = {"float32": "float", "float64": "double", "bfloat16": "c10::BFloat16", "float16": "c10::Half"}
 _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "TORCH_DISTRIBUTED_DEBUG")
+# what took how long: from one mark of an iteration to another
+_SPANS = {
+    "forward_compute_time": ("forward_compute_time_start", "backward_compute_time_start"),
+    "backward_compute_time": ("backward_compute_time_start", "backward_compute_time_end"),
+    "backward_comm_time": ("backward_comm_time_start", "backward_comm_time_end"),
+    "backward_compute_comm_overlap_time": ("backward_comm_time_start", "backward_compute_time_end"),
+}
+
+
+class StepTimes:
+    """When what happened in the last iteration, in nanoseconds since 1970, and how long things took in all of them."""
+
+    def __init__(self) -> None:
+        self.iterations = 0
+        self.marks: dict[str, int] = {}
+        self._totals: Counter[str] = Counter()
+
+    def begin_iteration(self) -> None:
+        """A forward begins, whose backward will reduce."""
+        self.marks = {"forward_compute_time_start": time.time_ns()}
+
+    def mark(self, name: str) -> None:
+        """It happens now, if it has not happened in this iteration."""
+        self.marks.setdefault(name, time.time_ns())
+
+    def end_iteration(self) -> None:
+        """Adds up what took how long."""
+        self.iterations += 1
+        self._totals.update(self._spans())
+
+    def _spans(self) -> dict[str, int]:
+        marks = self.marks
+        known = ((name, ends) for name, ends in _SPANS.items() if marks.keys() >= set(ends))
+        return {name: max(0, marks[end] - marks[start]) for name, (start, end) in known}
+
+    def fields(self) -> dict[str, int]:
+        """Marks and spans of the last iteration, and the spans' means over all."""
+        means = {f"avg_{name}": total // self.iterations for name, total in self._totals.items()}
+        return self.marks | self._spans() | means
 
 
 def _listed(values: Iterable[Any]) -> str:
@@ -17,8 +58,7 @@ def _listed(values: Iterable[Any]) -> str:
 
 
 def logging_data(wrapper: Any) -> dict[str, Any]:
-    """The fields of torch's ``_get_ddp_logging_data`` but for times, which profiles have. Switches are 0 and 1; those
-    of iterations come once there was one."""
+    """The fields of torch's ``_get_ddp_logging_data``, switches as 0 and 1; those of iterations once there was one."""
     reducer, group = wrapper.reducer, wrapper.process_group
     dtypes = {str(p.dtype).removeprefix("torch.") for p in reducer.parameters}
     found: dict[str, Any] = {
@@ -39,7 +79,7 @@ def logging_data(wrapper: Any) -> dict[str, Any]:
         "is_multi_device_module": int(len({p.device for p in reducer.parameters}) > 1),
         "has_sync_bn": int(any("SyncBatchNorm" in type(one).__name__ for one in wrapper.module.modules())),
         "bucket_sizes": _listed(reducer.first_sizes),
-        "iteration": reducer.iterations,
+        "iteration": reducer.times.iterations,
         **{name.lower(): os.environ.get(name, "N/A") for name in _ENVIRONMENT},
     }
     if reducer.hook is not None:
@@ -48,8 +88,8 @@ def logging_data(wrapper: Any) -> dict[str, Any]:
         found |= {"has_error": 1, "error": reducer.error}
     if wrapper.has_joined:
         found["join_uneven_inputs"] = 1
-    if reducer.iterations:
-        found |= {
+    if reducer.times.iterations:
+        found |= reducer.times.fields() | {
             "has_rebuilt_buckets": int(reducer.rebuilt),
             "num_buckets_reduced": len(reducer.buckets),
             "unused_parameter_size": sum(reducer.parameters[i].nbytes for i in reducer.unused),

@@ -87,7 +87,7 @@ class GradientReducer(BucketReduction):
         if self._begun or self.backward.arrived:
             raise self._failure(self._unfinished())
         self.backward.expected = True
-        early = [] if self.iterations else [one for one in self.parameters if hasattr(one, IN_BACKWARD)]
+        early = [] if self.times.iterations else [one for one in self.parameters if hasattr(one, IN_BACKWARD)]
         if early:
             raise UnsupportedError(
                 "DistributedDataParallel with optimizers that step in the backward, by this rank's own gradients",
@@ -144,6 +144,7 @@ class GradientReducer(BucketReduction):
             self.backward_begun()  # of a program's outputs no node says so
         if not self._begun and not learning:
             self._begun = True
+            self.times.mark("backward_compute_time_start")
             for unused in self.unused:
                 self._ready(unused)
         if self.find_unused or not self.rebuilt or learning:
@@ -285,6 +286,7 @@ class GradientReducer(BucketReduction):
     def _finish(self, learns: bool = False) -> None:
         """Ends a backward: waits for all buckets and gives the parameters their gradients."""
         self.backward.expected = self._begun = False
+        self.times.mark("backward_compute_time_end")
         if not self._overlaps:
             for number in range(len(self.buckets)):
                 self._send(number)
@@ -297,7 +299,8 @@ class GradientReducer(BucketReduction):
         for bucket, grads in zip(self.buckets, reduced, strict=True):
             bucket.give(grads, self.as_view, self._untouched)
         self._reset()
-        self.iterations += 1
+        self.times.mark("backward_comm_time_end")
+        self.times.end_iteration()
         self._rebuild()
 
 
