@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import math
 import multiprocessing
 import os
 import random
@@ -16,6 +17,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -118,7 +120,10 @@ def test_long_timeouts(kind, days, tmp_path):
         other = store
     threading.Timer(0.05, lambda: store.set("late", "here")).start()
     assert other.get("late") == b"here"
-    other.wait(["late"], limit)
+    for several in (limit, True, numpy.float64(days)):
+        other.wait(["late"], several)
+    with pytest.raises(ValueError, match="a time-out is a number of seconds, found nan"):
+        other.wait(["late"], math.nan)
     store.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
@@ -17,8 +18,15 @@ FOREVER = timedelta(days=10_000)  # no clock is asked for more: those of locks a
 
 
 def seconds(timeout: timedelta | float) -> float:
-    """A time-out in seconds."""
-    return min(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout, FOREVER.total_seconds())
+    """A time-out in seconds.
+
+    Raises:
+        ValueError: it is not a number.
+    """
+    limit = float(min(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout, FOREVER.total_seconds()))
+    if math.isnan(limit):  # which no clock ever reaches
+        raise ValueError("a time-out is a number of seconds, found nan")
+    return limit
 
 
 def checked_timeout(timeout: timedelta) -> timedelta:
