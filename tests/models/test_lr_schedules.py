@@ -70,13 +70,14 @@ def test_a_step_may_say_what_its_schedule_has_set(schedule: str) -> None:
         model, rates, x = nn.Linear(2, 2), [], torch.ones(3, 2)
         opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         scheduler = SCHEDULES[schedule](opt)
-        value = (1.0,) if schedule == "ReduceLROnPlateau" else ()
+        by_loss = schedule == "ReduceLROnPlateau"
 
         def train() -> dict[str, Any]:
-            model(x).sum().backward()  # noqa: B023
+            loss = model(x).sum()  # noqa: B023
+            loss.backward()
             opt.step()  # noqa: B023
             opt.zero_grad()  # noqa: B023
-            scheduler.step(*value)  # noqa: B023
+            scheduler.step(*((loss.item(),) if by_loss else ()))  # noqa: B023
             rates.append(opt.param_groups[0]["lr"])  # noqa: B023
             return {"rates": scheduler.get_last_lr(), "epoch": getattr(scheduler, "last_epoch", 0)}  # noqa: B023
 

@@ -123,13 +123,13 @@ class Scaled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.factor = factor
+        ctx.name = factor  # which hides the node's own `name()`
         return x * 2
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
-        return grads[0] * 3 * x.sign() * ctx.factor, None
+        return grads[0] * 3 * x.sign() * ctx.name, None
 
 
 class Split(torch.autograd.Function):

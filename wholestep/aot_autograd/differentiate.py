@@ -141,7 +141,7 @@ def _refuse_required(recorder: Recorder, given: list[Root]) -> None:
 def _name(tensor: torch.Tensor) -> str:
     """Which result of which node a tensor is, as autograd says it when the tensor was written too early."""
     assert tensor.grad_fn is not None
-    return f"output {tensor.output_nr} of {tensor.grad_fn.name()}"
+    return f"output {tensor.output_nr} of {type(tensor.grad_fn).__name__}"
 
 
 def _refuse_retained(outputs: list[Output]) -> None:

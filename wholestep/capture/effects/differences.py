@@ -58,7 +58,8 @@ def outcome(
             tree = described.tree(list, dict(enumerate(new)), source.text)
             effects.append(changes.Effect(source, changes.EXTEND, value=tree))
     outcome = described.value(result, "the step's result")
-    return [*effects, *(_call(source, "step", args) for source, args in snap.substitutes.noted)], outcome
+    noted = [(source, described.value(args, source.text) if args else None) for source, args in snap.substitutes.noted]
+    return [*effects, *(_call(source, "step", args) for source, args in noted)], outcome
 
 
 class _Described:
@@ -284,8 +285,8 @@ def _autograd_effects(found: TensorInput, original: torch.Tensor) -> Iterator[ch
         yield _call(source, "detach_")
 
 
-def _call(source: Source, name: str, args: tuple[Any, ...] = ()) -> changes.Effect:
-    return changes.Effect(source, changes.CALL, Const(name), Const(args))
+def _call(source: Source, name: str, args: Value | None = None) -> changes.Effect:
+    return changes.Effect(source, changes.CALL, Const(name), Const(()) if args is None else args)
 
 
 def _hooked(source: Source) -> LeakError:

@@ -82,7 +82,7 @@ def _of_product(node: Any, grad: Tensor, made: Tensor) -> Any:
     if dim is not None:
         dim %= x.dim()
         grad = grad.unsqueeze(dim) if saved_numbers(node, "keepdim")[0] is False else grad
-    return torch.ops.wholestep_formulas.product_gradient(node.name(), grad, x.to(grad.dtype), dim)
+    return torch.ops.wholestep_formulas.product_gradient(type(node).__name__, grad, x.to(grad.dtype), dim)
 
 
 def _of_filling(node: Any, grad: Tensor, made: Tensor) -> None:
@@ -136,7 +136,8 @@ def by_data(run: Engine, roots: Iterable[Any], *args: Any, **kwargs: Any) -> Any
 
 @contextmanager
 def _with_formulas(roots: tuple[Any, ...]) -> Iterator[None]:
-    handles = [node.register_hook(partial(_replace, node)) for node in behind(roots) if node.name() in FORMULAS]
+    named = [node for node in behind(roots) if type(node).__name__ in FORMULAS]  # a context's own `name` hides a node's
+    handles = [node.register_hook(partial(_replace, node)) for node in named]
     try:
         yield
     finally:
@@ -146,7 +147,7 @@ def _with_formulas(roots: tuple[Any, ...]) -> Iterator[None]:
 
 def _replace(node: Any, made: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...] | None:
     """What a node's hook does: another gradient, unless autograd is to differentiate it once more."""
-    index, formula = FORMULAS[node.name()]
+    index, formula = FORMULAS[type(node).__name__]
     if torch.is_grad_enabled() or made[index] is None or given[0] is None:
         return None
     new = formula(node, given[0], made[index])
