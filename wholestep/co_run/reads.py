@@ -11,9 +11,9 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import numpy
@@ -49,7 +49,11 @@ WITHOUT_MODES = (
     *((torch, name) for name in ("sparse_coo_tensor", "ctc_loss", "tensor_split", "_shape_as_tensor",
                                  "_reshape_from_tensor", "_pad_packed_sequence")),
     (torch.Tensor, "tensor_split"), COMPILED_OPERATORS, (torch.jit, "trace"), (torch.jit, "trace_module"),
+    # of singular values and eigenvalues alone: under a mode C++ has vectors made, too, and LAPACK rounds otherwise
+    *((torch.linalg, name) for name in ("eigvalsh", "svdvals", "cond", "matrix_rank", "norm", "matrix_norm")),
+    (torch, "nuclear_norm"), (torch, "norm"),
 )  # fmt: skip
+NORMS = ("norm", "matrix_norm")
 
 
 class _Current(threading.local):
@@ -99,6 +103,12 @@ def _new(make: Callable[..., torch.Tensor]) -> Any:
     return staticmethod(new)
 
 
+def _is_spectral(norm: Any, args: Sequence[Any]) -> bool:
+    """Whether a norm may be one of singular values; `torch.norm`, in Python, has but one by its name."""
+    orders = ("nuc",) if isinstance(norm, FunctionType) else ("nuc", 2, -2)
+    return any(type(a) in (int, float, str) and a in orders for a in args)
+
+
 @_kept
 def _after(name: str, found: Any, without_modes: bool) -> Any:
     if not callable(found):  # a property, of Python or of C
@@ -112,6 +122,8 @@ def _after(name: str, found: Any, without_modes: bool) -> Any:
     @functools.wraps(found)
     def call(*args: Any, **kwargs: Any) -> Any:
         queue = current.queue
+        if name in NORMS and not _is_spectral(found, (*args, *kwargs.values())):
+            return found(*args, **kwargs)
         queue.read((args, kwargs))
         if without_modes:
             with suspended(), dispatch_modes_off():
