@@ -153,13 +153,14 @@ class Capturer:
         fn, args, kwargs = materialize_fakes(self._fn, args, kwargs)
         take = self._taking() if args is given else self._taking(Overrides(self._module_override))
         how = self._varying, self._options.decides, executor.plain, take, executor.parts, executor.buffer_broadcast
-        initial = InitialState(take(fn, args, kwargs))
-        try:
-            if args is given and self._options.decides:
-                initial.fill()
-            return pipeline.capture(fn, args, kwargs, *how)[1], args is given
-        finally:
-            initial.drop()
+        with allocated(self.deferred(args, kwargs), fills=False):
+            initial = InitialState(take(fn, args, kwargs))
+            try:
+                if args is given and self._options.decides:
+                    initial.fill()
+                return pipeline.capture(fn, args, kwargs, *how)[1], args is given
+            finally:
+                initial.drop()
 
     def of_one_rank(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[StepGraph, StepGraph]:
         """What a call's capture records, and the graph that this rank would run of it. Nothing runs."""

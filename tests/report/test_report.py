@@ -1,6 +1,7 @@
 """What a step would send and hold, said before it runs: against what it then does, and against counts by hand."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.support.spmd_unsharded import Cut, by_rules
 from wholestep import comm
 from wholestep.comm.ops import functional_collectives
 from wholestep.errors import CaptureError, UnsupportedError
+from wholestep.parallel import deferred
 from wholestep.report import Traffic
 from wholestep.report.traffic_and_memory import COSTS
 from wholestep.spmd.preflight.contract import communication
@@ -190,6 +192,16 @@ def test_fake_models_in_a_world_of_256(world):
     title = "train_step on rank 37 of DeviceMesh('cpu', dp=16, zero=16), under DataParallel('dp'), ShardedOptim"
     assert str(found).startswith(title)
     assert all(isinstance(one, Traffic) for one in found.collectives)
+
+
+def test_models_without_values_are_explained_and_stay_without(world):
+    mesh, steps = world(4), []
+    for making in (nullcontext, deferred):
+        with making():
+            model = net(128)
+        step = ws.compile(train_step, mesh=mesh, plan=ws.FullyShard("dp", min_bytes=1), fullgraph=True)
+        steps.append(str(step.explain(model, adamw(model), torch.randn(8, 128))))
+    assert steps[0] == steps[1] and not model[0].weight.untyped_storage().nbytes()
 
 
 def test_fake_tensors_that_cannot_be_looked_at():

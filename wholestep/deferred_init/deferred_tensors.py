@@ -181,23 +181,24 @@ def _said(tree: Any) -> str:
 
 
 @contextmanager
-def allocated(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+def allocated(tensors: Iterable[torch.Tensor], fills: bool = True) -> Iterator[None]:
     """Within, tensors without values look like others, in memory that nobody touches; what has none at the end gets
-    them then, or, after an error, is as before."""
+    them then, or, after an error or where it is only looked at, is as before."""
     pending = [one for one in tensors if record_of(one) is not None]
     for one in pending:
         record = record_of(one)
         storage_of(one).resize_(record.nbytes if record is not None else 0)
         _plain(one)
+    succeeded = False
     try:
         yield
-    except BaseException:
+        succeeded = True
+    finally:
         for one in pending:
-            if record_of(one) is not None:
+            if succeeded and fills:
+                fill(one)
+            elif record_of(one) is not None:
                 guard(storage_of(one), [one])
-        raise
-    for one in pending:
-        fill(one)
 
 
 def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
