@@ -156,6 +156,10 @@ def saved_numbers(node: Any, name: str) -> tuple[Any, ...]:
     return tuple(n - (1 << 64) if isinstance(n, int) and n >= 1 << 63 else n for n in several)  # it shows no sign
 
 
+CUMPROD_BY_DATA = torch.__version__.startswith("2.11.")
+"""Whether autograd's gradient of `cumprod` rounds otherwise where it must not look at the data; not since 2.12."""
+
+
 # The kinds of what fake tensors refuse, by the names and, in torch 2.11, by the words of their errors.
 _REFUSALS = {
     "DataDependentOutputException": "data",

@@ -34,6 +34,7 @@ from wholestep.torch_compat import (
     CHECKPOINT_OPERATORS,
     COLLECTIVE_NAMESPACES,
     COMPILED_OPERATORS,
+    CUMPROD_BY_DATA,
     DESCRIBING_MODULES,
     FOREACH_SUPPORT,
     FOUND_ON_ENTRY,
@@ -492,6 +493,20 @@ def test_the_current_node_is_the_one_that_the_engine_runs():
     y.sum().backward()
     assert current_autograd_node() is None
     assert [node.name() for node in seen] == ["ExpBackward0"]
+
+
+def test_the_gradient_of_cumprod_is_another_without_data_where_we_say_so():
+    class Looking(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    grads = []
+    for looks in (nullcontext(), Looking()):  # autograd takes what it traces for data that it must not read
+        x = torch.linspace(0.5, 1.5, 64).requires_grad_()
+        with looks:
+            x.cumprod(0).sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads) != CUMPROD_BY_DATA
 
 
 def test_what_a_node_saved_is_given_unless_a_hook_packed_it():

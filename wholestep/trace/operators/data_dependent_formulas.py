@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from wholestep.errors import UnsupportedError
 from wholestep.patches import suspended
-from wholestep.torch_compat import saved_as_it_is, saved_numbers, with_autograd
+from wholestep.torch_compat import CUMPROD_BY_DATA, saved_as_it_is, saved_numbers, with_autograd
 from wholestep.trace.patches.engine_hook import running
 from wholestep.trace.record.provenance import user_line
 
@@ -44,12 +44,14 @@ def _fake_gradient(node: str, grad: Tensor, x: Tensor, dim: int | None) -> Tenso
     return torch.empty_like(x)
 
 
-# What autograd differentiates by the data, by the name of its node; `cumprod` in torch 2.11.
+# What autograd differentiates by the data, by the name of its node; `cumprod` in torch 2.11 alone.
 PRODUCTS: dict[str, Callable[[Tensor, Any], Tensor]] = {
     "ProdBackward0": lambda x, dim: x.prod(),
     "ProdBackward1": lambda x, dim: x.prod(dim, keepdim=True),
     "CumprodBackward0": lambda x, dim: x.cumprod(dim),
 }
+if not CUMPROD_BY_DATA:
+    del PRODUCTS["CumprodBackward0"]
 
 
 def _masked_sum(x: Tensor, mask: Tensor, wanted: bool) -> Tensor:
