@@ -52,6 +52,6 @@ hooks = native.hooks if _NATIVE else _hooks
 
 def layouts_of(tensors: Iterable[torch.Tensor]) -> Any:
     """The form of `layouts` that serves some tensors."""
-    plain = all(type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided and not t.is_nested
-                for t in tensors)  # fmt: skip
+    plain = all(getattr(type(t), "of_whole", type(t)) in (torch.Tensor, torch.nn.Parameter)  # parts are as these are
+                and t.layout is torch.strided and not t.is_nested for t in tensors)  # fmt: skip
     return native.layouts if _NATIVE and plain else _layouts
