@@ -160,6 +160,9 @@ VARIANTS = {
     "ours-ddp": Variant("parallel.DistributedDataParallel", 2, "ddp", model=_ours_ddp),
     "ours-fsdp": Variant("parallel.fully_shard", 2, "fsdp2", model=_ours_fsdp),
     "ours-ddp-compiled": Variant("wholestep, our DDP in the step", 2, "ours-dp", model=_ours_ddp, step=_ours),
+    "ours-fsdp-compiled": Variant(
+        "wholestep, our fully_shard in the step", 2, "ours-fs-always", model=_ours_fsdp, step=_ours
+    ),
     "ours-dp": Variant("wholestep, DataParallel", 2, "ddp", step=_spread(ws.DataParallel("dp"))),
     "ours-so": Variant("wholestep, ShardedOptimizer", 2, "ddp", step=_spread(ws.ShardedOptimizer("dp"))),
     "ours-fs": Variant("wholestep, FullyShard", 2, "ddp", step=_spread(ws.FullyShard("dp"))),
