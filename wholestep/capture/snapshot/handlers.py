@@ -73,7 +73,10 @@ def _unguarded(found: Reachable, value: Any, source: sources.Source) -> None:
     kind = "NumPy array" if isinstance(value, numpy.ndarray) else type(value).__name__
     what = f"the step can read {source}, a {kind}, whose contents may be others at each call"
     found.unguarded.append(value)
-    found.outside.refused.append(UnsupportedError(what, remedy="pass a tensor: torch.from_numpy(batch)"))
+    remedy = "pass a tensor: torch.from_numpy(batch)"
+    if kind != "NumPy array":
+        remedy = "read outside of the step what it needs of that, and pass it as an argument"
+    found.outside.refused.append(UnsupportedError(what, remedy=remedy))
 
 
 def _generator(found: Reachable, generator: torch.Generator, source: sources.Source) -> None:
