@@ -321,6 +321,7 @@ def numbers(n, *more):
 class Store:
     def __init__(self):
         self.by_name = {}
+        self.history = []
 
 STORE = Store()
 
@@ -328,11 +329,15 @@ def stored(n):
     if n not in STORE.by_name:
         STORE.by_name[n] = torch.ones(n)
     return STORE.by_name[n]
+
+def noted(n):
+    STORE.history.append(torch.ones(3) * n)
+    return torch.stack(STORE.history).mean(0)
 """
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("name", ["one", "both", "numbers", "stored"])
+@pytest.mark.parametrize("name", ["one", "both", "numbers", "stored", "noted"])
 def test_nothing_made_in_a_step_stays_in_a_librarys_cache(name: str, fails: bool, tmp_path: pathlib.Path) -> None:
     file = tmp_path / "site-packages" / "tables.py"
     file.parent.mkdir()
@@ -349,15 +354,17 @@ def test_nothing_made_in_a_step_stays_in_a_librarys_cache(name: str, fails: bool
         table = getattr(tables, name)(count.item(), "more") if name == "numbers" else getattr(tables, name)(3)
         if fails and x.sum() > 0:
             raise ArithmeticError("of the step")
-        return x * (table if name in ("one", "stored") else table[0])
+        return x * (table if name in ("one", "stored", "noted") else table[0])
 
     try:
         for _ in range(2):
-            says = "of the step" if fails else "by_name" if name == "stored" else "in a library"
+            says = {"stored": "by_name", "noted": "history"}.get(name, "in a library")
+            says = "of the step" if fails else says
             with pytest.raises(ArithmeticError if fails else LeakError, match=says):
                 ws.compile(step, fullgraph=True)(torch.ones(3))
         fails = False
         assert type(step(torch.ones(3))) is Tensor  # eager goes on
+        assert all(type(value) is Tensor for value in tables.STORE.history)
         tables.STORE.by_name.clear()
         compiled = ws.compile(step)
         assert all(torch.equal(compiled(torch.ones(3)), step(torch.ones(3))) for _ in range(3))  # as Python does

@@ -14,6 +14,7 @@ import threading
 import traceback
 import types
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -61,7 +62,7 @@ class Watch:
                 if CACHE.__name__ in holder:
                     remedy = "call what keeps it outside of the step; in a library, compile the parts beside it"
                     empty_caches(frozen=gc.get_freeze_count() > 0)
-                _take_out_of_dicts(alive)
+                _take_out(alive)
                 what = f"{_named(value)} is kept {holder}, where a replay cannot put what takes its place"
                 raise LeakError(what, made_at(value), remedy)
 
@@ -93,26 +94,32 @@ failed = _Failed()
 
 
 def take_back() -> None:
-    """Takes what a failed capture has made out of dicts of libraries, such as stores of parameters by name."""
+    """Takes what a failed capture has made out of dicts and lists of libraries, as stores of parameters by name."""
     watch, failed.watch = failed.watch, None
     if watch is not None:
-        _take_out_of_dicts(watch.alive())
+        _take_out(watch.alive())
 
 
-def _take_out_of_dicts(made: list[Any]) -> None:
-    """Removes the entries of all dicts but modules': none is in a snapshot, which has put back what it knows."""
+def _take_out(made: list[Any]) -> None:
+    """Removes the entries of all dicts but modules', lists and deques: none is in a snapshot, which has put back what
+    it knows."""
     if not made:
         return
     frozen = gc.get_freeze_count() > 0
     if frozen:
         gc.unfreeze()
-    tables = [found for found in gc.get_referrers(*made) if type(found) is dict and _name(found) is None]
+    tables = [found for found in gc.get_referrers(*made) if type(found) in (dict, list, deque) and found is not made]
     if frozen:
         gc.freeze()
     ids = {*map(id, made)}
     for table in tables:
-        for key in [key for key, value in table.items() if id(value) in ids]:
-            del table[key]
+        if type(table) is not dict:
+            left = [value for value in table if id(value) not in ids]
+            table.clear()
+            table.extend(left)
+        elif _name(table) is None:
+            for key in [key for key, value in table.items() if id(value) in ids]:
+                del table[key]
 
 
 def _contents(values: Iterable[Any], levels: int) -> Iterator[Any]:
