@@ -19,7 +19,7 @@ from wholestep.errors import PACKAGE, CaptureError, UnsupportedError
 from wholestep.ir import StepGraph
 from wholestep.override import Override, Overrides
 from wholestep.report import Stage
-from wholestep.runtime import Entry, give_back
+from wholestep.runtime import Entries, Entry, give_back
 from wholestep.trace import Traced
 from wholestep.trace.numbers.dynamic_shapes import Templates, shapes
 from wholestep.trace.record.provenance import line_of
@@ -51,20 +51,23 @@ class Capturer:
         self._varying: frozenset[str] = frozenset()
         self._fixed: frozenset[str] = frozenset()
 
-    def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any], failure: GuardFailure, count: int) -> Entry:
+    def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any], failure: GuardFailure, entries: Entries) -> Entry:
         """An entry that serves a call.
 
         Args:
-            failure: why no other one serves it.
-            count: how many others there are.
+            failure: why none of the others serves it.
+            entries: these.
         """
-        templates = self.known.templates
-        if (count if templates is None else templates.captures) >= MAX_ENTRIES:
+        templates, by_size = self.known.templates, " shape: " in failure.reason
+        count = len(entries) if templates is None else templates.captures
+        may_run = self._options.executor.plain and not (self._options.fullgraph or by_size or failure.outcomes)
+        if count >= MAX_ENTRIES or (may_run and entries.serve_seldom(count)):
             way = "keep the number that changes in a tensor"
-            if " shape: " in failure.reason:
+            if by_size:
                 way = "pad to a few sizes" if self._dynamic is None else "compile with dynamic=None, pad to a few sizes"
             raise CaptureError(
-                f"the step was captured {MAX_ENTRIES} times; the last call differs again: {failure.reason}",
+                f"the step was captured {count} times in {entries.calls} calls; the last differs again: "
+                f"{failure.reason}",
                 remedy=f"{way}, or compile a smaller part of the step",
             )
         if templates is not None:

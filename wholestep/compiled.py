@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from wholestep import pipeline
-from wholestep.capture import Guard, GuardFailure, no_collection, snapshot
+from wholestep.capture import NOT_AS_BEFORE, Guard, GuardFailure, no_collection, snapshot
 from wholestep.capturer import Capturer
 from wholestep.co_run import CoRun, is_deferring
 from wholestep.deferred_init import fill
@@ -29,6 +29,9 @@ from wholestep.step_log import Logged, collecting
 from wholestep.torch_compat import modes_active, needs_memory, skipped_by_dynamo, transforms_active
 from wholestep.trace.numbers.dynamic_shapes import shapes
 from wholestep.trace.outputs.leaks import take_back
+
+# Where a step's Python may run instead of a program, every how many calls the guards are asked one by one.
+CALLS_A_WALK = 16
 
 
 @skipped_by_dynamo
@@ -125,28 +128,20 @@ class Compiled:
     ) -> Any:
         if self._co_run is not None and not self._executor.plain:  # on all ranks
             return self._co_run(*args, **kwargs)
-        failure, wanted = GuardFailure(""), None
+        wanted = None
         failed: list[Exception] = []  # user code runs when they are handled: it asks for the one being handled, too
         if self._entries.sized:
             wanted = shapes((args, kwargs))
         self._entries.calls += 1
-        for entry in self._entries.candidates(wanted):
-            if not entry.may_follow(failure.outcomes):
-                continue
-            try:
-                outcome = run(entry, args, kwargs, ready)
-            except BreakError as error:  # another rank cannot replay this call
-                failed.append(error)
-                break
-            if type(outcome) is not GuardFailure:
-                if wanted is not None:
-                    self._entries.note(entry, wanted)
-                if entry is not self._entries[0]:
-                    self._prefer(entry)
-                return outcome
-            failure = outcome if outcome.outcomes or not failure.reason else failure
+        try:
+            outcome = self._known(wanted, args, kwargs, ready, run)
+        except BreakError as error:  # another rank cannot replay this call
+            failed.append(error)
         if failed:
             return self._break(failed.pop(), args, kwargs)
+        if type(outcome) is not GuardFailure:
+            return outcome
+        failure = outcome
         if self._co_run is None and failure.outcomes and self._may_break and not self._entries.may_branch():
             self._entries.forget_branches()
             what = f"Python decides otherwise from call to call: {failure.reason}"
@@ -157,7 +152,6 @@ class Compiled:
         if self._co_run is not None:
             return self._co_run(*args, **kwargs)
         self._executor.announce_capture()
-        outcome = failure
         while type(outcome) is GuardFailure:  # again where Python decides otherwise than in a capture for many sizes
             try:
                 entry = self._capture(args, kwargs, outcome)
@@ -170,6 +164,31 @@ class Compiled:
                 return self._break(failed.pop(), args, kwargs)
             outcome = self._first(entry, args, kwargs, ready, run)
         return outcome
+
+    def _known(self, wanted: Any, args: Any, kwargs: Any, ready: Any, run: Callable[..., Any]) -> Any:
+        """Serves a call by a program that is there, or says why none does: one that was last in use before others.
+
+        Whose objects are all as at its last call is told in microseconds, so all are asked for that first. Where the
+        step's Python may run instead, the call is seldom walked.
+        """
+        candidates, failures = self._entries.candidates(wanted), dict[Entry, GuardFailure]()
+        walks = self._co_run is None or self._entries.calls % CALLS_A_WALK == 0
+        last = GuardFailure("")
+        for walk in [False] * (len(candidates) > 1 or not walks) + [True] * walks:
+            for entry in candidates:
+                if entry in failures or not entry.may_follow(last.outcomes):
+                    continue
+                outcome = run(entry, args, kwargs, ready, walk)
+                if type(outcome) is not GuardFailure:
+                    if wanted is not None:
+                        self._entries.note(entry, wanted)
+                    if entry is not self._entries[0]:
+                        self._prefer(entry)
+                    return outcome
+                if outcome is not NOT_AS_BEFORE:
+                    failures[entry] = outcome
+                    last = outcome if outcome.outcomes else last
+        return last if last.outcomes else next((failures[e] for e in candidates if e in failures), last)
 
     def _first(self, entry: Entry, args: Any, kwargs: Any, ready: Any, run: Callable[..., Any]) -> Any:
         """Serves the call that an entry was captured for; where that fails, optimizers have no state, as before."""
@@ -211,6 +230,9 @@ class Compiled:
             fill(tensor)
         _let_go(error)
         take_back()
+        if self._entries.serve_seldom(len(self._entries)):  # and their guards take time
+            self._entries.clear()
+            self._capturer.known.programs.clear()
         co_run = CoRun(self._fn, collecting(self._fn), self._options)
         if any(map(needs_memory, (error, error.__cause__))):
             co_run.eager = "C++ reads memory of tensors in it past the dispatcher"
@@ -239,8 +261,9 @@ class Compiled:
             known.programs = {k: p for k, p in known.programs.items() if p is not gone.program}
 
     def _run(
-        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None
-    ) -> Any:
+        self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None,
+        walks: bool = True,
+    ) -> Any:  # fmt: skip
         """Runs a program whose ranks wait for each other: all begin together, and learn when one fails on its way."""
         running = False
 
@@ -252,14 +275,14 @@ class Compiled:
             running = True
 
         try:
-            return entry(args, kwargs, begin)
+            return entry(args, kwargs, begin, walks)
         except BaseException as error:
             if running:
                 self._executor.abort_group(error)
             raise
 
     def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], failure: GuardFailure) -> Entry:
-        entry = self._capturer.entry(args, kwargs, failure, len(self._entries))
+        entry = self._capturer.entry(args, kwargs, failure, self._entries)
         reason = self._capturer.reason(failure)
         if self._entries and reason:
             self.recompiles.append(reason)

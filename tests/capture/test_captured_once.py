@@ -272,6 +272,47 @@ def test_every_later_capture_says_why() -> None:
     assert all("Counter" in reason for reason in compiled.recompiles)
 
 
+def test_programs_that_take_turns_are_told_apart_without_a_walk() -> None:
+    """Walking what a step can see takes milliseconds; that some object is another takes microseconds."""
+    def accumulate(net: nn.Module, opt: optim.Optimizer, x: Tensor, last: bool) -> Tensor:
+        loss = net(x).square().sum()
+        loss.backward()
+        if last:
+            opt.step()
+            opt.zero_grad()
+        return loss.detach()
+
+    compiled, (net, opt, x) = ws.compile(accumulate), parts()
+    worlds = (compiled, net, opt), (accumulate, *parts()[:2])
+    walked = []
+    for call in range(18):
+        for step, model, optimizer in worlds:
+            step(model, optimizer, x + call, call % 3 == 0)
+        walked.append(sum(entry.binder.slow_calls for entry in compiled._entries))
+    assert compiled.captures == 4 and walked[8] == walked[-1]
+    assert all(map(torch.equal, net.state_dict().values(), worlds[1][1].state_dict().values()))
+
+
+def test_numbers_that_never_come_again_are_no_reason_to_capture_for_ever() -> None:
+    rates = [0.1 / (1 + call) for call in range(30)]
+
+    def scheduled(net: nn.Module, opt: optim.Optimizer, x: Tensor, call: int) -> Tensor:
+        opt.param_groups[0]["lr"] = rates[call]
+        return zero_last(net, opt, x[call : call + 2])
+
+    worlds = [(step, *parts(optim.SGD)[:2]) for step in (scheduled, ws.compile(scheduled))]
+    x, compiled = torch.randn(40, 4), worlds[1][0]
+    for call in range(30):
+        assert torch.equal(*(step(net, opt, x, call) for step, net, opt in worlds))
+    assert len(compiled.recompiles) == 7 and not compiled._entries  # type: ignore[attr-defined]
+    assert "captured 8 times in 9 calls; the last differs again: L['call']: expected 7" in compiled.breaks[0]  # type: ignore[attr-defined]
+
+    turns = ws.compile(scheduled)
+    for call in range(40):
+        turns(*worlds[1][1:], x, call % 8)
+    assert turns.captures == 8 and not turns.breaks
+
+
 def test_the_table_has_every_optimizer_and_those_of_two_programs() -> None:
     assert TWO and {name.partition("(")[0] for name in OPTIMIZERS} >= {kind.__name__ for kind in SETTINGS}
 

@@ -226,7 +226,7 @@ def test_ever_new_sizes_leave_a_bounded_number_of_programs() -> None:
 
 def test_ever_new_sizes_that_cannot_be_symbols_are_refused() -> None:
     compiled = ws.compile(lambda x: x * len({x.shape}), fullgraph=True)
-    with pytest.raises(CaptureError, match="captured 32 times.*shape: expected") as error:
+    with pytest.raises(CaptureError, match="captured 32 times in .* calls; .*shape: expected") as error:
         for size in range(2, 80):
             compiled(torch.ones(size))
     assert "pad to a few sizes" in str(error.value) and "dynamic" not in str(error.value)

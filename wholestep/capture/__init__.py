@@ -14,7 +14,7 @@ May import: errors, functional, ir, patches, tensor_parts, torch_compat.
 from wholestep.capture.effects.differences import outcome
 from wholestep.capture.effects.effects import Effect, forget, new_values, read_by, state_outputs
 from wholestep.capture.guards.binder import Binder, refuse_shared_parts, sharing
-from wholestep.capture.guards.guards import Guard, GuardFailure, compare
+from wholestep.capture.guards.guards import NOT_AS_BEFORE, Guard, GuardFailure, compare
 from wholestep.capture.outside.torch_settings import setters
 from wholestep.capture.snapshot.garbage_collection import new_objects, no_collection
 from wholestep.capture.snapshot.reachable import TensorInput

@@ -19,6 +19,9 @@ COMES_AGAIN, OFTEN = 2, 16
 # How many captures outcomes of decisions get at once, and at all, and after how many calls there is one more.
 BRANCHES, MOST_BRANCHES, CALLS_A_BRANCH = 3, 8, 32
 
+# Captures beyond which each must have served so many calls, on average: else numbers come that never come again.
+FEW, CALLS_A_CAPTURE = 8, 4
+
 
 class Entries(list[Entry]):
     """Entries, the latest used first.
@@ -50,6 +53,10 @@ class Entries(list[Entry]):
         """Whether one more outcome of Python's decisions gets a program: where each call has others, none does."""
         branches = {entry.early_exit.outcomes for entry in self if entry.early_exit is not None}
         return len(branches) < min(BRANCHES + self.calls // CALLS_A_BRANCH, MOST_BRANCHES)
+
+    def serve_seldom(self, captures: int) -> bool:
+        """Whether there were many captures for the calls that came."""
+        return FEW <= captures > self.calls / CALLS_A_CAPTURE
 
     def forget_branches(self) -> None:
         """Lets go of programs that may end at a decision."""

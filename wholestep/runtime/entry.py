@@ -131,14 +131,15 @@ class Entry:
         return self.early_exit is None or self.early_exit.outcomes[: len(outcomes)] == outcomes
 
     def __call__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None = None
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None = None, walks: bool = True
     ) -> Any:
         """Runs the step, or says why this program does not serve the call (`GuardFailure`).
 
         Args:
             ready: called once it is clear that the program serves, before it runs.
+            walks: see `Binder`.
         """
-        values = self.binder(args, kwargs)
+        values = self.binder(args, kwargs, walks)
         if type(values) is not list:
             return values
         if self.many is not None:

@@ -19,7 +19,7 @@ from wholestep.capture.effects.recipes import NOTHING, Value
 from wholestep.capture.effects.replay_code import Replay
 from wholestep.capture.guards.compared_values import memory
 from wholestep.capture.guards.fast_path import FastPath
-from wholestep.capture.guards.guards import GuardFailure, compare
+from wholestep.capture.guards.guards import NOT_AS_BEFORE, GuardFailure, compare
 from wholestep.capture.snapshot.garbage_collection import no_collection
 from wholestep.capture.snapshot.snapshot import Snapshot, snapshot
 from wholestep.capture.sources import Source
@@ -72,17 +72,26 @@ class Binder:
         self._fast, self.code, self._space = path.function, path.writer.code, path.writer.space
         self.apply, self.release = replay.function, replay.release
 
-    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
+    def __call__(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], walks: bool = True
+    ) -> list[Any] | GuardFailure:
+        """One call.
+
+        Args:
+            walks: takes the slow path where the fast one does not let the call pass; else gives `NOT_AS_BEFORE`.
+        """
         values = self._fast(args, kwargs)
-        return self._slow(args, kwargs) if values is None else values
+        if values is not None:
+            return values
+        found = self._slow(args, kwargs) if walks else NOT_AS_BEFORE
+        if type(found) is GuardFailure and self._space:  # or what it knows has died
+            self._space["persistent"].let_go()
+        return found
 
     def _slow(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
         self.slow_calls += 1
         with no_collection():
-            found = self._anew(args, kwargs)
-        if type(found) is GuardFailure and self._space:  # or what it knows has died
-            self._space["persistent"].let_go()
-        return found
+            return self._anew(args, kwargs)
 
     def _anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
         later = snapshot(self._fn, args, kwargs, self._names, self._varying, self._replace)

@@ -95,6 +95,8 @@ class GuardFailure:
     outcomes: tuple[str, ...] = ()
 
 
+NOT_AS_BEFORE = GuardFailure("")  # some object is not the very same: whether a guard fails was not asked
+
 _IN_OPTIMIZER = re.compile(r"\['(param_groups|state)'\]\[")
 STATE_NAMES = (
     "grad mode", "inference mode", "autocast on cpu", "autocast on cuda", "autocast dtype on cpu",
