@@ -62,7 +62,7 @@ class Capturer:
         count = len(entries) if templates is None else templates.captures
         may_run = self._options.executor.plain and not (self._options.fullgraph or by_size or failure.outcomes)
         if count >= MAX_ENTRIES or (may_run and entries.serve_seldom(count)):
-            way = "keep the number that changes in a tensor"
+            way = "pass what changes in a tensor, leave out what the step does not use"
             if by_size:
                 way = "pad to a few sizes" if self._dynamic is None else "compile with dynamic=None, pad to a few sizes"
             raise CaptureError(

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn, optim
@@ -291,6 +292,32 @@ def test_programs_that_take_turns_are_told_apart_without_a_walk() -> None:
         walked.append(sum(entry.binder.slow_calls for entry in compiled._entries))
     assert compiled.captures == 4 and walked[8] == walked[-1]
     assert all(map(torch.equal, net.state_dict().values(), worlds[1][1].state_dict().values()))
+
+
+class Scaled:
+    def of(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+def test_what_is_made_anew_for_each_call_is_compared_without_a_walk() -> None:
+    def step(net: nn.Module, opt: optim.Optimizer, x: Tensor, of: Callable[[Tensor], Tensor]) -> Tensor:
+        return zero_last(net, opt, of(x))
+
+    compiled, scaled, (net, opt, x) = ws.compile(step), Scaled(), parts()
+    worlds = (compiled, net, opt), (step, *parts()[:2])
+    for call in range(6):
+        found = []
+        for run, model, optimizer in worlds:
+            optimizer.param_groups[0]["lr"] = 1e-3 * (1 + np.cos(call / 9))  # no float, but a NumPy one
+            optimizer.param_groups[0]["betas"] = (np.float64(0.9 - 0.01 * call), 0.999)
+            found += [run(model, optimizer, x, scaled.of), run(model, optimizer, x, partial(torch.mul, other=3.0))]
+        assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+        if call == 2:
+            walked = [entry.binder.slow_calls for entry in compiled._entries]
+    assert compiled.captures == 2 and walked == [entry.binder.slow_calls for entry in compiled._entries]
+    other = Scaled()
+    other.of = torch.neg  # type: ignore[method-assign, assignment]
+    assert torch.equal(compiled(net, opt, x, other.of), step(*worlds[1][1:], x, torch.neg))
 
 
 def test_numbers_that_never_come_again_are_no_reason_to_capture_for_ever() -> None:

@@ -94,10 +94,10 @@ class Slots:
         if isinstance(value, torch.Tensor):
             return self.of_tensor(value)
         kind = type(value)
-        if kind is float:
+        if kind is float or isinstance(value, float):  # NumPy's, too
             if not self.any_float:
                 return Exactly(value)
-            self.numbers.append(value)
+            self.numbers.append(float(value))
             return FLOAT
         if kind is bool:
             return TRUE if value else FALSE

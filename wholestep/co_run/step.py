@@ -26,8 +26,9 @@ from wholestep.trace.record.provenance import user_line
 
 # Programs of one step; beyond, segments run operator by operator.
 MAX_PROGRAMS = 64
-# Calls timed in each way before the faster one is taken.
-TIMED = 4
+# Calls timed in each way before the faster one is taken: those of known operators and programs, until there were
+# that many calls without.
+TIMED, LEARNING = 4, 8
 
 
 def is_deferring() -> bool:
@@ -65,6 +66,7 @@ class CoRun:
         self.refused: list[str] = []
         self.segments: list[tuple[int, int, str]] = []
         self.eager = ""
+        self._calls = 0
         self._times: dict[bool, list[float]] = {False: [], True: []}  # of deferred calls, and of eager ones
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +88,9 @@ class CoRun:
         try:
             return self._deferred(queue, args, kwargs)
         finally:
-            if len(deferred) < TIMED and queue.known and programs == len(self.segments):
+            self._calls += 1
+            known = queue.known and programs == len(self.segments)
+            if len(deferred) < TIMED and (known or self._calls > LEARNING):
                 deferred.append(time.perf_counter() - begin)
 
     def _deferred(self, queue: Queue, args: Any, kwargs: Any) -> Any:

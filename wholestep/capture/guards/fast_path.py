@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
+from numpy import float64
+
 from wholestep.capture.guards.code_writer import CodeWriter
 from wholestep.capture.guards.compared_values import PersistentTensors, memory, sharing_pattern
 from wholestep.capture.guards.per_call_objects import PerCallObjects
@@ -18,6 +20,8 @@ from wholestep.capture.snapshot.reachable import NumberInput
 from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import Source
 from wholestep.errors import UnsupportedError
+
+_FLOATS = (float, float64)  # as schedules by NumPy leave them
 
 Fast = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Any] | None]
 
@@ -90,7 +94,7 @@ class FastPath:
             at = found[number.source.path] = self._number(number)
             write.require(self._is_number(number, at))
             if number.setting:
-                found[number.source.path] = f"float({at})" if number.index is None else f"{at}[{number.index}]"
+                found[number.source.path] = f"float({at})" if number.index is None else f"float({at}[{number.index}])"
         for source in inputs:
             if not found.get(source.path):
                 what = f"{source} is a tensor in a set that is another at each call, in no order"
@@ -104,7 +108,8 @@ class FastPath:
     def _is_number(self, number: NumberInput, at: str) -> str:
         if not number.setting:
             return f"type({at}) is {type(number.value).__name__}"
+        kinds = self.writer.name(_FLOATS if number.key != "lr" else (*_FLOATS, int))
         if number.index is not None:
             length = len(number.container.before[number.key])  # type: ignore[union-attr]
-            return f"type({at}) is tuple and len({at}) == {length} and type({at}[{number.index}]) is float"
-        return f"type({at}) is float" + f" or type({at}) is int" * (number.key == "lr")
+            return f"type({at}) is tuple and len({at}) == {length} and type({at}[{number.index}]) in {kinds}"
+        return f"type({at}) in {kinds}"

@@ -8,7 +8,8 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Set
-from types import FunctionType
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ PERSISTENT = (torch.nn.Module, torch.optim.Optimizer)
 _NAMED = (kinds.ATTRIBUTES, kinds.SLOTS, kinds.CELL, kinds.GLOBALS)
 _SEQUENCES = (kinds.LIST, kinds.TUPLE, kinds.SET, kinds.FROZENSET, kinds.DEQUE)
 _CONTAINERS = (dict, list, tuple, deque)
+_BOUND = (MethodType, partial)  # made anew where a step is given `object.method`
 
 
 class PerCallObjects:
@@ -71,9 +73,10 @@ class PerCallObjects:
         if isinstance(value, FunctionType):
             self._mark_function(value)
             return
-        apart = (kinds.CELL, kinds.GLOBALS, kinds.CLASS, kinds.FIELDS, kinds.TENSOR)
+        bound = type(value) in _BOUND
+        apart = (kinds.CELL, kinds.GLOBALS, kinds.CLASS, kinds.TENSOR, *(() if bound else (kinds.FIELDS,)))
         shown = [c for c in self._containers.get(id(value), ()) if c.kind not in apart]
-        if not shown or callable(value):
+        if not shown or (callable(value) and not bound):
             return
         self.ids.add(id(value))
         for container in shown:
