@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.capture.snapshot.garbage_collection import objects_are_frozen
 from wholestep.errors import PACKAGE, LeakError
 from wholestep.torch_compat import FakeTensor, no_modes
 
@@ -61,7 +62,7 @@ class Watch:
                 remedy = "return it from the step, or keep it in an attribute, list or dict that the step can see"
                 if CACHE.__name__ in holder:
                     remedy = "call what keeps it outside of the step; in a library, compile the parts beside it"
-                    empty_caches(frozen=gc.get_freeze_count() > 0)
+                    empty_caches(frozen=objects_are_frozen())
                 _take_out(alive)
                 what = f"{_named(value)} is kept {holder}, where a replay cannot put what takes its place"
                 raise LeakError(what, made_at(value), remedy)
@@ -105,7 +106,7 @@ def _take_out(made: list[Any]) -> None:
     it knows."""
     if not made:
         return
-    frozen = gc.get_freeze_count() > 0
+    frozen = objects_are_frozen()
     if frozen:
         gc.unfreeze()
     tables = [found for found in gc.get_referrers(*made) if type(found) in (dict, list, deque) and found is not made]
