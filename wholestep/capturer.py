@@ -60,7 +60,7 @@ class Capturer:
         """
         templates, by_size = self.known.templates, " shape: " in failure.reason
         count = len(entries) if templates is None else templates.captures
-        may_run = self._options.executor.plain and not (self._options.fullgraph or by_size or failure.outcomes)
+        may_run = failure.by_value and self._options.executor.plain and not self._options.fullgraph
         if count >= MAX_ENTRIES or (may_run and entries.serve_seldom(count)):
             way = "pass what changes in a tensor, leave out what the step does not use"
             if by_size:

@@ -339,6 +339,11 @@ def test_numbers_that_never_come_again_are_no_reason_to_capture_for_ever() -> No
         turns(*worlds[1][1:], x, call % 8)
     assert turns.captures == 8 and not turns.breaks
 
+    ensemble, folds = ws.compile(zero_last), [parts(optim.SGD)[:2] for _ in range(9)]  # objects do come again
+    for net, opt in folds * 2:
+        ensemble(net, opt, x)
+    assert ensemble.captures == 9 and not ensemble.breaks
+
 
 def test_the_table_has_every_optimizer_and_those_of_two_programs() -> None:
     assert TWO and {name.partition("(")[0] for name in OPTIMIZERS} >= {kind.__name__ for kind in SETTINGS}

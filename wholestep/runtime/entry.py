@@ -155,7 +155,7 @@ class Entry:
             values[index] = flat_memory(values[index])
         for predicate in self.traced.predicates:
             if not predicate.holds(values):
-                return GuardFailure(predicate.reason)
+                return GuardFailure(predicate.reason, by_value=True)
         if ready is not None:
             ready()
         # with gradients on, the program and its node see to it themselves

@@ -88,11 +88,13 @@ class GuardFailure:
         varying: paths of all plain numbers that are others now, when the first that failed is one of them.
         outcomes: where all guards held, and the program met a value that Python had decided on otherwise: its decisions
             up to there, as this call has them.
+        by_value: whether a number, a text or the like is another.
     """
 
     reason: str
     varying: frozenset[str] = field(default=frozenset(), compare=False)
     outcomes: tuple[str, ...] = ()
+    by_value: bool = False
 
 
 NOT_AS_BEFORE = GuardFailure("")  # some object is not the very same: whether a guard fails was not asked
@@ -223,7 +225,7 @@ def compare(old: list[Guard], new: list[Guard]) -> GuardFailure | None:
         elif guard.kind == f"structure of {kinds.MAPPING.name}":  # an optimizer's step counts, after its first step
             fresh = (g for g in new if g.key not in earlier and _IN_OPTIMIZER.search(g.key[0]))
             varying = frozenset(g.key[0] for g in fresh if g.kind == "value" and type(g.expected) in (int, float))
-        return GuardFailure(_reason(guard, match, later), varying)
+        return GuardFailure(_reason(guard, match, later), varying, by_value=guard.kind == "value")
     return None
 
 
