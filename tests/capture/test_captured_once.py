@@ -339,10 +339,18 @@ def test_numbers_that_never_come_again_are_no_reason_to_capture_for_ever() -> No
         turns(*worlds[1][1:], x, call % 8)
     assert turns.captures == 8 and not turns.breaks
 
-    ensemble, folds = ws.compile(zero_last), [parts(optim.SGD)[:2] for _ in range(9)]  # objects do come again
-    for net, opt in folds * 2:
-        ensemble(net, opt, x)
-    assert ensemble.captures == 9 and not ensemble.breaks
+
+@pytest.mark.parametrize(("make", "captures"), [(optim.SGD, 1), (optim.AdamW, 9)])
+def test_models_that_take_turns(make: Callable[[Any], optim.Optimizer], captures: int) -> None:
+    """With optimizers' states, each has a program; without, one program serves all."""
+    step, x = ws.compile(zero_last), torch.randn(3, 4)
+    folds, others = ([parts(make)[:2] for _ in range(9)] for _ in range(2))
+    for times in (2, 2):
+        walked = sum(entry.binder.slow_calls for entry in step._entries)
+        for (net, opt), (net2, opt2) in list(zip(folds, others, strict=True)) * times:
+            assert torch.equal(step(net, opt, x), zero_last(net2, opt2, x))
+    assert step.captures == captures and not step.breaks
+    assert walked == sum(entry.binder.slow_calls for entry in step._entries)
 
 
 def test_the_table_has_every_optimizer_and_those_of_two_programs() -> None:

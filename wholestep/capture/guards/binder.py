@@ -20,10 +20,14 @@ from wholestep.capture.effects.replay_code import Replay
 from wholestep.capture.guards.compared_values import memory
 from wholestep.capture.guards.fast_path import FastPath
 from wholestep.capture.guards.guards import NOT_AS_BEFORE, GuardFailure, compare
+from wholestep.capture.guards.per_call_objects import PERSISTENT
 from wholestep.capture.snapshot.garbage_collection import no_collection
 from wholestep.capture.snapshot.snapshot import Snapshot, snapshot
 from wholestep.capture.sources import Source
 from wholestep.errors import UnsupportedError
+
+# Of one program: fast paths for other modules and optimizers that take turns in the place of those of the last call.
+MAX_PATHS = 16
 
 
 class Binder:
@@ -63,14 +67,19 @@ class Binder:
         batch = [(f.source, f.tensor) for f in snap.tensors.values() if f.kind == "batch"]
         self.arguments = [f"{x}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for x, t in batch]
         self._sharing = sharing(snap, self._mutated)
+        self._paths: dict[tuple[int, ...], Any] = {}  # by the modules and optimizers that a call is given
         with no_collection():
             self._compile(snap)
 
     def _compile(self, snap: Snapshot) -> None:
         path = FastPath(snap, self.inputs, self._mutated, replaced_containers(self._outcome[0]), self._sizeless)
         replay = Replay(*self._outcome, path)
-        self._fast, self.code, self._space = path.function, path.writer.code, path.writer.space
-        self.apply, self.release = replay.function, replay.release
+        given = _given(snap.call.args, snap.call.kwargs)
+        self._paths.pop(given, None)
+        if len(self._paths) >= MAX_PATHS:
+            del self._paths[next(iter(self._paths))]
+        made = path.function, path.writer.code, path.last.let_go, replay.function, replay.release
+        self._fast, self.code, self._let_go, self.apply, self.release = self._paths[given] = made
 
     def __call__(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], walks: bool = True
@@ -83,10 +92,15 @@ class Binder:
         values = self._fast(args, kwargs)
         if values is not None:
             return values
-        found = self._slow(args, kwargs) if walks else NOT_AS_BEFORE
-        if type(found) is GuardFailure and self._space:  # or what it knows has died
-            self._space["persistent"].let_go()
-        return found
+        self._let_go()
+        other = self._paths.get(_given(args, kwargs))
+        if other is not None and other[0] is not self._fast:
+            self._fast, self.code, self._let_go, self.apply, self.release = other
+            values = self._fast(args, kwargs)
+            if values is not None:
+                return values
+            self._let_go()
+        return self._slow(args, kwargs) if walks else NOT_AS_BEFORE
 
     def _slow(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
         self.slow_calls += 1
@@ -116,6 +130,10 @@ class Binder:
             expected = pair in self._sharing
             return GuardFailure(f"{pair[0]} shares memory with {pair[1]}: expected {expected}, found {not expected}")
         return None
+
+
+def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple([id(value) for value in (*args, *kwargs.values()) if isinstance(value, PERSISTENT)])
 
 
 def sharing(snap: Snapshot, mutated: Container[str]) -> frozenset[tuple[str, str]]:

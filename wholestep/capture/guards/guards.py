@@ -94,7 +94,7 @@ class GuardFailure:
     reason: str
     varying: frozenset[str] = field(default=frozenset(), compare=False)
     outcomes: tuple[str, ...] = ()
-    by_value: bool = False
+    by_value: bool = field(default=False, compare=False)
 
 
 NOT_AS_BEFORE = GuardFailure("")  # some object is not the very same: whether a guard fails was not asked
