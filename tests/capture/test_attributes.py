@@ -77,7 +77,7 @@ def test_weak_references_to_what_the_step_makes() -> None:
         return y
 
     model = nn.Linear(1, 1)
-    compiled = ws.compile(step)
+    compiled = ws.compile(step, fullgraph=True)
     for _ in range(2):
         y = compiled(torch.ones(2))
         assert held["new"]() is y and held["old"]() is model

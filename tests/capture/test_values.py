@@ -160,8 +160,8 @@ STEPS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 # What a replay makes anew; the Python of the other steps runs at each call.
 REPLAYED = (
-    "closure", "argument in a closure", "defaults", "counter", "subclasses", "cycle", "method", "slots", "containers",
-    "results", "number", "objects",
+    "closure", "argument in a closure", "defaults", "counter", "subclasses", "cycle", "weak", "method", "slots",
+    "containers", "results", "number", "objects",
 )  # fmt: skip
 
 

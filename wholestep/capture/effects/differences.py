@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import chain, takewhile
 from typing import Any
@@ -138,7 +139,8 @@ class _Described:
         kind = type(value)
         if kind in (dict, list, tuple, set, frozenset):
             return self.tree(kind, value if kind is dict else dict(enumerate(value)), where)
-        if not isinstance(value, (dict, list, set, frozenset)) and not self._is_recent(value):
+        held = value() if isinstance(value, weakref.ref) else value
+        if held is None or not isinstance(value, (dict, list, set, frozenset)) and not self._is_recent(held):
             source = None if isinstance(value, (types.FunctionType, type, types.ModuleType)) else kept_in_module(value)
             return Const(value) if source is None else Existing(source, value)
         try:

@@ -9,6 +9,7 @@ No method of a user's class runs: what is in an object is read and put back past
 from __future__ import annotations
 
 import types
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -202,6 +203,12 @@ def _tuple(value: tuple[Any, ...]) -> Recipe:
     return Recipe(tuple.__new__, (type(value), items))
 
 
+def _reference(value: weakref.ref[Any]) -> Recipe:
+    if type(value) is not weakref.ref or value.__callback__ is not None:
+        raise TypeError("what a weak reference calls when its object is gone is not known")
+    return Recipe(weakref.ref, (value(),), attributes={})
+
+
 _HEAP = 1 << 9  # of a type's flags: made by Python code
 # What stays as it is, although it could be made again.
 CONSTANT: tuple[type, ...] = (type, types.ModuleType, types.CodeType, torch.Generator)
@@ -215,4 +222,5 @@ RECIPES: dict[Any, Callable[[Any], Recipe]] = {
     types.FunctionType: _function,
     types.CellType: lambda v: Recipe(types.CellType, fields=kinds.CELL.read(v)),
     types.MethodType: lambda v: Recipe(types.MethodType, (v.__func__, v.__self__), attributes={}),
+    weakref.ref: _reference,  # as torch.utils.checkpoint leaves in hooks
 }
