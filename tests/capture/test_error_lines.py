@@ -215,9 +215,17 @@ def _played(script: Path, paths: Sequence[Path], sites: Sequence[Path], said: Pa
     runpy.run_path(str(script), run_name="__main__")
 
 
-@pytest.mark.parametrize("way", ["path", "pth", "packages", "vendored"])
+@pytest.mark.parametrize("way", ["path", "pth", "packages", "vendored", "target", "below_vendor"])
 def test_a_library_is_one_wherever_it_lies(tmp_path: Path, way: str) -> None:
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    if way == "target":  # `pip install --target libs`, in a project that is marked as one
+        elsewhere = project / "libs"
+        for folder, name, text in ((elsewhere / "some_library-1.0.dist-info", "RECORD", "some_library/__init__.py,,\n"),
+                                   (project, "pyproject.toml", "")):  # fmt: skip
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+    if way == "below_vendor":
+        project = tmp_path / "vendor" / "project"
     if way == "packages":
         elsewhere = project / "env" / "site-packages"
     if way == "vendored":

@@ -1,14 +1,15 @@
 """What tells a library from the user's own code: one rule for guards, for what may be asked, and for lines in errors.
 
 A library is torch, the standard library and this package; what somebody has installed, in whatever environment: below a
-folder of installed packages; and packages of another project than the script's: those found through PYTHONPATH, a
-``.pth`` file or an editable install. Code of the script's own project or package is the user's, installed or not, and
-so is that of a function that is compiled.
+folder of installed or of vendored packages, or listed by an installer beside it (`pip install --target`); and packages
+of another project than the script's: those found through PYTHONPATH, a ``.pth`` file or an editable install. Code of
+the script's own project or package is the user's, installed or not, and so is that of a function that is compiled.
 """
 
 from __future__ import annotations
 
 import functools
+import glob
 import os
 import sys
 import sysconfig
@@ -22,8 +23,9 @@ from wholestep.errors import PACKAGE
 _TORCH = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "")
 _STANDARD = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib")})
 _GENERATED = ("<frozen", "<__array", "<eval_with_key", "<wholestep")
-# Folders that hold what others wrote.
+# Folders that hold what others wrote; of the second kind, where no code of the user's own lies below them.
 FOLDERS = frozenset({"site-packages", "dist-packages"})
+VENDORED = frozenset({"third_party", "thirdparty", "vendor", "vendored", "_vendor"})
 TRACKING = frozenset({"asyncio", "importlib", "logging", "multiprocessing", "socket", "subprocess",
                       "tempfile", "threading", "typing", "weakref"})  # fmt: skip
 MARKERS = ("pyproject.toml", "setup.py", "setup.cfg", ".git")
@@ -68,10 +70,22 @@ def _installed(filename: str) -> str:
     """The package or the module of somebody's that is installed, in which a file lies; empty where it is in none."""
     below, folder = filename, os.path.dirname(filename)
     while folder != below:
-        if os.path.basename(folder) in FOLDERS:
+        name = os.path.basename(folder)
+        if name in FOLDERS or (name in VENDORED and not _holds_own(folder)) or \
+                os.path.basename(below) in _listed(folder):  # fmt: skip
             return below
         below, folder = folder, os.path.dirname(folder)
     return ""
+
+
+@functools.cache
+def _listed(folder: str) -> frozenset[str]:
+    """The packages and modules that installers say to have put into a folder."""
+    names: set[str] = set()
+    for record in glob.glob(os.path.join(glob.escape(folder), "*.dist-info", "RECORD")):
+        with open(record, encoding="utf-8") as lines:
+            names.update(line.partition(",")[0].partition("/")[0] for line in lines)
+    return frozenset(names)
 
 
 def is_library(filename: str) -> bool:
