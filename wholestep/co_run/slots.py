@@ -94,7 +94,7 @@ class Slots:
         if isinstance(value, torch.Tensor):
             return self.of_tensor(value)
         kind = type(value)
-        if kind is float or isinstance(value, float):  # NumPy's, too
+        if isinstance(value, float):  # NumPy's, too
             if not self.any_float:
                 return Exactly(value)
             self.numbers.append(float(value))
