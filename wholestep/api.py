@@ -105,8 +105,8 @@ def compile(  # noqa: A001 - the ecosystem's name
 
     def make(callee: Callable[..., Any]) -> Compiled:
         options = Options(PlanExecutor(mesh, plan), chain, backend, partition, fullgraph=fullgraph,
-                          memory_budget=budget)  # fmt: skip
-        return Compiled(callee, options, module_override=module_override, dynamic=dynamic)
+                          memory_budget=budget, module_override=module_override)  # fmt: skip
+        return Compiled(callee, options, dynamic=dynamic)
 
     return compiled_module(fn, make, again) if isinstance(fn, nn.Module) else make(fn)
 

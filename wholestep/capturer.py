@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from wholestep.capture import GuardFailure, InitialState, materialize_fakes, no_
 from wholestep.deferred_init import allocated, any_deferred, record_of
 from wholestep.errors import PACKAGE, CaptureError, UnsupportedError
 from wholestep.ir import StepGraph
-from wholestep.override import Override, Overrides
+from wholestep.override import Overrides
 from wholestep.report import Stage
-from wholestep.runtime import Entries, Entry, give_back
+from wholestep.runtime import Entry, ProgramCache, give_back
 from wholestep.trace import Traced
 from wholestep.trace.numbers.dynamic_shapes import Templates, shapes
 from wholestep.trace.record.provenance import line_of
@@ -40,18 +40,19 @@ class Capturer:
         fn: Callable[..., Any],
         options: pipeline.Options,
         take: pipeline.TakeSnapshot,
-        module_override: Sequence[Override],
         dynamic: bool | None,
     ) -> None:
         self._fn, self._options, self._take, self._dynamic = fn, options, take, dynamic
-        self._module_override, self._overrides = module_override, Overrides(module_override)
+        self._overrides = Overrides(options.module_override)
         templates = dynamic is not False and options.executor.plain
-        how = pipeline.capture, bool(dynamic), options.many_sizes and not module_override
+        how = pipeline.capture, bool(dynamic), options.many_sizes
         self.known = pipeline.Known(templates=Templates(*how) if templates else None)
         self._varying: frozenset[str] = frozenset()
         self._fixed: frozenset[str] = frozenset()
 
-    def entry(self, args: tuple[Any, ...], kwargs: dict[str, Any], failure: GuardFailure, entries: Entries) -> Entry:
+    def entry(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], failure: GuardFailure, entries: ProgramCache
+    ) -> Entry:
         """An entry that serves a call.
 
         Args:
@@ -97,6 +98,21 @@ class Capturer:
         if templates is None:
             return failure.reason
         return "; ".join([failure.reason if templates.reason is None else templates.reason, *templates.notes])
+
+    @property
+    def many_sizes(self) -> bool:
+        """Whether there may be an entry for each size."""
+        return self.known.templates is not None and bool(self.known.templates.known)
+
+    @property
+    def from_template(self) -> bool:
+        """Whether the last entry was made of an earlier capture for many sizes: the step's Python did not run."""
+        return self.known.templates is not None and self.known.templates.reason == ""
+
+    def keep(self) -> None:
+        """The first run of the last capture has succeeded: the optimizer state made for it stays."""
+        if self.known.initial is not None:
+            self.known.initial.keep()
 
     def undo(self) -> None:
         """Takes out the optimizer state made for a capture that failed, or whose first run did."""
@@ -154,7 +170,7 @@ class Capturer:
         """A capture that no call is served from, and whether it is of real tensors."""
         given, executor = args, self._options.executor
         fn, args, kwargs = materialize_fakes(self._fn, args, kwargs)
-        take = self._taking() if args is given else self._taking(Overrides(self._module_override))
+        take = self._taking() if args is given else self._taking(Overrides(self._options.module_override))
         how = self._varying, self._options.decides, executor.plain, take, executor.parts, executor.buffer_broadcast
         with allocated(self.deferred(args, kwargs), fills=False):
             initial = InitialState(take(fn, args, kwargs))

@@ -9,9 +9,10 @@ from __future__ import annotations
 import functools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, MutableMapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from wholestep.aot_autograd import Joint, MemoryBudget, Partition, default_partition, fit_memory
 from wholestep.aot_autograd.differentiate import differentiate
@@ -62,6 +63,7 @@ class Options:
             free as soon as the program has read it.
         fullgraph: a step that cannot be replayed is refused, instead of its Python running at each call.
         memory_budget: what its tensors may take.
+        module_override: other modules to trace in the place of some, and transformations of the graph.
     """
 
     executor: PlanExecutor
@@ -72,6 +74,18 @@ class Options:
     donates: bool = False
     fullgraph: bool = True
     memory_budget: MemoryBudget | None = None
+    module_override: Sequence[Override] = ()
+
+    @property
+    def may_run_python(self) -> bool:
+        """Whether the step's Python may run at each call, where it cannot be replayed."""
+        return not self.fullgraph and not self.module_override
+
+    @property
+    def may_run_eagerly(self) -> bool:
+        """Whether eager gives the same as a program, and the user has asked for no program of a kind."""
+        asked = self.passes or self.memory_budget is not None
+        return self.may_run_python and not asked and self.backend in EXACT
 
     @property
     def decides(self) -> bool:
@@ -81,7 +95,7 @@ class Options:
     @property
     def many_sizes(self) -> bool:
         """Whether one program may serve many sizes: numbers in its graph know more than passes and backends ask for."""
-        alone = not self.passes and self.memory_budget is None
+        alone = not self.passes and not self.module_override and self.memory_budget is None
         return self.backend == "aten" and alone and not self.donates and self.executor.plain
 
 
@@ -90,14 +104,14 @@ class Known:
     """What earlier calls of a step have left.
 
     Attributes:
-        programs: those lowered before, by key; a capture that computes the same shares one.
+        programs: those that entries hold, by key; a capture that computes the same shares one.
         steps: graphs that went through all passes before, by the same key, not run yet.
         templates: captures for many sizes, which a call's may come from.
         initial: optimizer state made for the capture under way, until its first run has succeeded.
         traced: whether the capture under way, or the last one, has got past the step itself.
     """
 
-    programs: dict[str, Program] = field(default_factory=dict)
+    programs: MutableMapping[str, Program] = field(default_factory=WeakValueDictionary)
     steps: dict[str, StepGraph] = field(default_factory=dict)
     templates: Templates | None = None
     initial: InitialState | None = None
@@ -179,13 +193,15 @@ def _program(traced: Traced, options: Options, known: Known, overrides: Sequence
     key = options.executor.key(traced.step, traced.fingerprint)
     if options.donates:
         key = f"{key}\n{sorted(traced.step.signature.donated)}"
-    if key not in known.programs:
+    program = known.programs.get(key)
+    if program is None:
         step = known.steps.pop(key, None) or of_one_rank(traced, options, overrides)
         if traced.derivative is None:
-            known.programs[key] = Program(step, lower(step, options.backend), traced.fingerprint)
+            program = Program(step, lower(step, options.backend), traced.fingerprint)
         else:
-            known.programs[key] = _partitioned(step, traced, options)
-    return known.programs[key]
+            program = _partitioned(step, traced, options)
+        known.programs[key] = program
+    return program
 
 
 def of_one_rank(traced: Traced, options: Options, overrides: Sequence[Override]) -> StepGraph:

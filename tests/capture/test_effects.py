@@ -40,7 +40,7 @@ def traced(fn: Callable[..., Any], *args: Any) -> tuple[Snapshot, list[Effect]]:
 def again(snap: Snapshot, effects: list[Effect]) -> list[torch.Tensor]:
     """Replays effects with fresh values, which it gives back."""
     made = [v.detach().clone() if isinstance(v, torch.Tensor) else v for v in new_values(effects)]
-    Binder(snap, [], effects=effects).apply(snap.call.args, snap.call.kwargs, made)
+    Binder(snap, [], effects=effects).path.apply(snap.call.args, snap.call.kwargs, made)
     return made
 
 
@@ -202,7 +202,7 @@ def test_a_counter_is_an_effect_and_a_guard() -> None:
     snap, effects = traced(step, net)
     binder = Binder(snap, [], effects=effects)
     assert binder((net,), {}) == []
-    binder.apply((net,), {}, [])
+    binder.path.apply((net,), {}, [])
     assert net.calls == 1
     assert binder((net,), {}) == GuardFailure("L['net'].calls: expected 0, found 1")
 
@@ -223,7 +223,7 @@ def test_bookkeeping_of_optimizers_and_schedulers_never_recompiles() -> None:
     for _ in range(3):
         values = binder((x,), {})
         assert not isinstance(values, GuardFailure) and values[0] == opt.param_groups[0]["lr"]
-        binder.apply((x,), {}, new_values(effects))
+        binder.path.apply((x,), {}, new_values(effects))
         scheduler.step()
     assert opt.param_groups[0]["lr"] == 0.0125
 
@@ -239,7 +239,7 @@ def test_replay_reads_everything_before_it_assigns() -> None:
     other = {"a": a.clone(), "b": b.clone()}
     want = other["b"], other["a"]
     binder = Binder(snapshot(step, (other,)), [], effects=effects)
-    binder.apply((other,), {}, [])
+    binder.path.apply((other,), {}, [])
     assert (other["a"], other["b"]) == want and box["a"] is a
 
 
@@ -279,7 +279,7 @@ def test_a_scheduler_inside_of_the_step_moves_on_and_never_recompiles(make: Call
     for _ in range(4):
         step(*eager)
         assert not isinstance(binder(ours, {}), GuardFailure)
-        binder.apply(ours, {}, [])
+        binder.path.apply(ours, {}, [])
         assert ours[1].param_groups[0]["lr"] == eager[1].param_groups[0]["lr"]
         assert ours[2].last_epoch == eager[2].last_epoch
     assert binder.slow_calls == 0
@@ -332,7 +332,7 @@ def test_results_keep_the_identity_of_what_was_there_and_of_what_is_held_twice()
     assert kept.last is None
     binder = Binder(snap, [f.source for f in snap.tensors.values()], effects=effects, result=described)
     made = [torch.zeros(1) for _ in new_values(effects, described)]
-    result = binder.apply((kept, x), {}, made)
+    result = binder.path.apply((kept, x), {}, made)
     assert list(result) == ["kept", "list", "out", "x", "n"] and result["n"] == 3
     assert result["kept"] is kept and result["list"] is kept.last and kept.last[0] is made[0] and result["x"] is x
     assert type(result["out"]) is Output and result["out"].y is result["out"]["y"] is made[0]

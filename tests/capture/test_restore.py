@@ -297,5 +297,5 @@ def test_random_changes_are_undone_and_done_again(root: dict[str, Any], changes:
     if effects is not None:
         binder = Binder(snap, [found.source for found in snap.tensors.values()], effects=effects)
         assert [id(v) for v in binder((root,), {})] == [id(v) for v in values]
-        binder.apply((root,), {}, new_values(effects))
+        binder.path.apply((root,), {}, new_values(effects))
         assert picture(root) == after

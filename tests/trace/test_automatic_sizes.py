@@ -14,7 +14,7 @@ from tests.support.sized_models import convnet, gpt, mlp, own_loss, pictures, ro
 from wholestep.autograd import aot_function
 from wholestep.errors import CaptureError
 from wholestep.ir import StepGraph
-from wholestep.runtime.entries import MAX_SIZES
+from wholestep.runtime.program_cache import MAX_SIZES
 from wholestep.testing import CompileCounter, run_ranks
 
 F = nn.functional
@@ -302,8 +302,8 @@ def test_what_a_step_logs_is_logged_in_eager_too() -> None:
 
 
 def test_a_program_for_a_size_that_comes_often_takes_the_place_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wholestep.runtime.entries.MAX_SIZES", 3)
-    monkeypatch.setattr("wholestep.runtime.entries.OFTEN", 4)
+    monkeypatch.setattr("wholestep.runtime.program_cache.MAX_SIZES", 3)
+    monkeypatch.setattr("wholestep.runtime.program_cache.OFTEN", 4)
     compiled = ws.compile(of_one_size)
     for size in (2, 3, 4, 4, *[5] * 6, 4):
         assert same(compiled(x := torch.randn(size)), of_one_size(x))

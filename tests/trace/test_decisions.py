@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from wholestep.runtime import entries
+from wholestep.runtime import program_cache
 from wholestep.trace.numbers.decisions import MOST
 
 Maker = Callable[[], tuple[Callable[[Tensor], Any], nn.Module, Any]]
@@ -216,7 +216,7 @@ def test_outcomes_that_change_from_call_to_call_run_the_python(count: int) -> No
     (reason,) = compiled.breaks
     assert "test_decisions.py:" in reason
     if count <= MOST:
-        assert "decides otherwise from call to call" in reason and len(compiled.recompiles) < entries.BRANCHES
+        assert "decides otherwise from call to call" in reason and len(compiled.recompiles) < program_cache.BRANCHES
     else:  # at once
         assert compiled.recompiles == []
 

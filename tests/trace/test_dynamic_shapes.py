@@ -15,7 +15,7 @@ from wholestep.autograd import aot_function, min_cut_partition
 from wholestep.errors import CaptureError
 from wholestep.ir import StepGraph
 from wholestep.pipeline import capture
-from wholestep.runtime.entries import MAX_SIZES
+from wholestep.runtime.program_cache import MAX_SIZES
 from wholestep.trace.numbers.dynamic_shapes import Templates
 
 F = nn.functional

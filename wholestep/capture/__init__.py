@@ -7,14 +7,14 @@ source (`sources.py`), as a user would write it. `substitutes/` puts stand-ins i
 tensors with a history while the step is traced. `outside/` says what a call into the world outside means: a guard or a
 refusal. `effects/` compares what there was with what the step left, and generates the code that does it again.
 `guards/` derives what must hold from the walk, and generates the code that checks it and fetches a program's inputs.
-What no guard compares and no effect does again is refused here, with line and remedy; `compiled.py` runs its Python.
+What no guard compares and no effect does again is refused here, with line and remedy; `step_runner.py` runs its Python.
 May import: errors, functional, ir, patches, tensor_parts, torch_compat.
 """
 
 from wholestep.capture.effects.differences import outcome
 from wholestep.capture.effects.effects import Effect, forget, new_values, read_by, state_outputs
 from wholestep.capture.guards.binder import Binder, refuse_shared_parts, sharing
-from wholestep.capture.guards.guards import NOT_AS_BEFORE, Guard, GuardFailure, compare
+from wholestep.capture.guards.guards import Guard, GuardFailure, compare
 from wholestep.capture.outside.torch_settings import setters
 from wholestep.capture.snapshot.garbage_collection import new_objects, no_collection
 from wholestep.capture.snapshot.reachable import TensorInput

@@ -131,17 +131,14 @@ class Entry:
         return self.early_exit is None or self.early_exit.outcomes[: len(outcomes)] == outcomes
 
     def __call__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None = None, walks: bool = True
+        self, values: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None = None
     ) -> Any:
         """Runs the step, or says why this program does not serve the call (`GuardFailure`).
 
         Args:
+            values: what the binder gave for the call; is changed.
             ready: called once it is clear that the program serves, before it runs.
-            walks: see `Binder`.
         """
-        values = self.binder(args, kwargs, walks)
-        if type(values) is not list:
-            return values
         if self.many is not None:
             served = self.many.serve([values[i] for i in self.sized])
             if isinstance(served, str):
@@ -173,7 +170,7 @@ class Entry:
     def _run(self, values: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         traced = self.traced
         if self.releases:
-            self.binder.release()
+            self.binder.path.release()
         for index, before, after in traced.storage_sizes:
             if after > before:
                 values[index].untyped_storage().resize_(after)
@@ -208,7 +205,7 @@ class Entry:
                 slots[index].retain_grad()
             slots[index].grad = None if grad is None else slots[grad]
         made = [slots[m.alias] if m.alias is not None else outputs[m.output] for m in traced.new_values]  # type: ignore[index]
-        return self.binder.apply(args, kwargs, made)
+        return self.binder.path.apply(args, kwargs, made)
 
     def _outputs(self, values: list[Any], args: tuple[Any, ...]) -> Sequence[Any]:
         if self.donated is None:

@@ -9,25 +9,46 @@ container took the container of another) and the fast path is made again around 
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from wholestep.capture.effects.effects import Effect, replaced_containers
 from wholestep.capture.effects.recipes import NOTHING, Value
-from wholestep.capture.effects.replay_code import Replay
+from wholestep.capture.effects.replay_code import Apply, Replay
 from wholestep.capture.guards.compared_values import memory
-from wholestep.capture.guards.fast_path import FastPath
-from wholestep.capture.guards.guards import NOT_AS_BEFORE, GuardFailure, compare
+from wholestep.capture.guards.fast_path import Fast, FastPath
+from wholestep.capture.guards.guards import GuardFailure, compare
 from wholestep.capture.guards.per_call_objects import PERSISTENT
 from wholestep.capture.snapshot.garbage_collection import no_collection
 from wholestep.capture.snapshot.snapshot import Snapshot, snapshot
 from wholestep.capture.sources import Source
 from wholestep.errors import UnsupportedError
 
-# Of one program: fast paths for other modules and optimizers that take turns in the place of those of the last call.
+# Fast paths of one program: one for each set of modules and optimizers that take turns as its arguments.
 MAX_PATHS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedPath:
+    """The functions generated around the objects of one call, for later calls with the very same objects.
+
+    Attributes:
+        bind: ``(args, kwargs) -> inputs``, or None when any object is another: then `let_go` must follow.
+        let_go: drops the tensors that `bind` holds for the call; `apply` does so itself.
+        apply: ``(args, kwargs, made) -> result``: replays the effects in a call that was just let pass, with its new
+            values in the order of `New.index`.
+        release: lets go of the gradients that the step, just let pass, is to replace without reading them. As in eager,
+            where `zero_grad()` stands at the beginning of a step, they do not outlive the computation of new ones, nor
+            an error in it.
+    """
+
+    bind: Fast
+    let_go: Callable[[], None]
+    apply: Apply
+    release: Callable[[], None]
 
 
 class Binder:
@@ -41,12 +62,7 @@ class Binder:
 
     Attributes:
         guards: what must hold, the nearest to the arguments first.
-        code: the generated fast path.
-        apply: ``(args, kwargs, made) -> result``: replays the effects in a call that was just let pass, with its new
-            values in the order of `New.index`.
-        release: lets go of the gradients that the step, just let pass, is to replace without reading them. As in eager,
-            where `zero_grad()` stands at the beginning of a step, they do not outlive the computation of new ones, nor
-            an error in it.
+        path: the generated path of the last call that the fast path let pass, or that was walked.
         slow_calls: how many calls took the slow path.
         arguments: the tensors among the arguments, with dtype and shape, for people.
 
@@ -67,56 +83,54 @@ class Binder:
         batch = [(f.source, f.tensor) for f in snap.tensors.values() if f.kind == "batch"]
         self.arguments = [f"{x}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for x, t in batch]
         self._sharing = sharing(snap, self._mutated)
-        self._paths: dict[tuple[int, ...], Any] = {}  # by the modules and optimizers that a call is given
+        self._paths: dict[tuple[int, ...], GeneratedPath] = {}  # by the modules and optimizers that a call is given
         with no_collection():
-            self._compile(snap)
+            self.path = self._generate(snap)
 
-    def _compile(self, snap: Snapshot) -> None:
+    def _generate(self, snap: Snapshot) -> GeneratedPath:
+        """A path around the objects of a call, kept for those to come."""
         path = FastPath(snap, self.inputs, self._mutated, replaced_containers(self._outcome[0]), self._sizeless)
         replay = Replay(*self._outcome, path)
         given = _given(snap.call.args, snap.call.kwargs)
         self._paths.pop(given, None)
         if len(self._paths) >= MAX_PATHS:
             del self._paths[next(iter(self._paths))]
-        made = path.function, path.writer.code, path.last.let_go, replay.function, replay.release
-        self._fast, self.code, self._let_go, self.apply, self.release = self._paths[given] = made
+        made = self._paths[given] = GeneratedPath(path.function, path.last.let_go, replay.function, replay.release)
+        return made
 
-    def __call__(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], walks: bool = True
-    ) -> list[Any] | GuardFailure:
-        """One call.
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
+        """Binds a call by the fast path, or by the slow one."""
+        values = self.fast(args, kwargs)
+        return self.walk(args, kwargs) if values is None else values
 
-        Args:
-            walks: takes the slow path where the fast one does not let the call pass; else gives `NOT_AS_BEFORE`.
-        """
-        values = self._fast(args, kwargs)
+    def fast(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
+        """The inputs where all objects are those of an earlier call, in microseconds; None where any is another."""
+        values = self.path.bind(args, kwargs)
         if values is not None:
             return values
-        self._let_go()
+        self.path.let_go()
         other = self._paths.get(_given(args, kwargs))
-        if other is not None and other[0] is not self._fast:
-            self._fast, self.code, self._let_go, self.apply, self.release = other
-            values = self._fast(args, kwargs)
-            if values is not None:
-                return values
-            self._let_go()
-        return self._slow(args, kwargs) if walks else NOT_AS_BEFORE
+        if other is None or other is self.path:
+            return None
+        self.path = other
+        values = other.bind(args, kwargs)
+        if values is None:
+            other.let_go()
+        return values
 
-    def _slow(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
+    def walk(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
+        """The inputs or the first guard that fails, in milliseconds: walks what the step can see and compares it."""
         self.slow_calls += 1
         with no_collection():
-            return self._anew(args, kwargs)
-
-    def _anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
-        later = snapshot(self._fn, args, kwargs, self._names, self._varying, self._replace)
-        failure = compare(self.guards, later.guards(self._sizeless))
-        failure = failure or self._lacks(later) or self._shares_otherwise(later)
-        if failure is not None:
-            return failure
-        later.replaced_gradients = self._replaced_gradients
-        self._compile(later)
-        values = self._fast(args, kwargs)
-        return [source.read(later.call) for source in self.inputs] if values is None else values
+            later = snapshot(self._fn, args, kwargs, self._names, self._varying, self._replace)
+            failure = compare(self.guards, later.guards(self._sizeless))
+            failure = failure or self._lacks(later) or self._shares_otherwise(later)
+            if failure is not None:
+                return failure
+            later.replaced_gradients = self._replaced_gradients
+            self.path = self._generate(later)
+            values = self.path.bind(args, kwargs)
+            return [source.read(later.call) for source in self.inputs] if values is None else values
 
     def _lacks(self, later: Snapshot) -> GuardFailure | None:
         there = {f.source.path for f in later.tensors.values()} | {n.source.path for n in later.numbers}

@@ -97,8 +97,6 @@ class GuardFailure:
     by_value: bool = field(default=False, compare=False)
 
 
-NOT_AS_BEFORE = GuardFailure("")  # some object is not the very same: whether a guard fails was not asked
-
 _IN_OPTIMIZER = re.compile(r"\['(param_groups|state)'\]\[")
 STATE_NAMES = (
     "grad mode", "inference mode", "autocast on cpu", "autocast on cuda", "autocast dtype on cpu",

@@ -1,0 +1,191 @@
+"""Calls of one step: each runs a program that serves it, a new capture's, or the step's Python.
+
+May import: capture, capturer, co_run, deferred_init, errors, pipeline, runtime, step_log, torch_compat, trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from wholestep.capture import GuardFailure
+from wholestep.capturer import Capturer
+from wholestep.co_run import CoRun
+from wholestep.deferred_init import fill
+from wholestep.errors import BreakError, CaptureError, LazyError, WholestepError
+from wholestep.pipeline import Options
+from wholestep.runtime import Entry, ProgramCache
+from wholestep.step_log import collecting
+from wholestep.torch_compat import needs_memory
+from wholestep.trace.numbers.dynamic_shapes import shapes
+from wholestep.trace.outputs.leaks import take_back
+
+# Where a step's Python may run instead of a program, every how many calls the guards are asked one by one.
+CALLS_A_WALK = 16
+
+
+class StepRunner:
+    """Runs the calls of one step.
+
+    Args:
+        entries: its programs; added to.
+        capturer: makes them.
+
+    Attributes:
+        recompiles, breaks, eager_calls: see `Compiled`.
+        co_run: runs the calls that no program serves, since the step cannot be captured for them; None until then.
+    """
+
+    def __init__(self, fn: Callable[..., Any], options: Options, entries: ProgramCache, capturer: Capturer) -> None:
+        self._fn, self._options, self._executor = fn, options, options.executor
+        self._entries, self._capturer = entries, capturer
+        self.recompiles: list[str] = []
+        self.breaks: list[str] = []
+        self.eager_calls = 0
+        self.co_run: CoRun | None = None
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None) -> Any:
+        """One call; see `Compiled.serve`."""
+        if not self._executor.is_distributed:
+            return self._serve(args, kwargs, ready, Entry.__call__)
+        self._executor.enter_call(getattr(self._fn, "__qualname__", type(self._fn).__name__))
+        try:
+            return self._serve(args, kwargs, ready, self._run_on_ranks)
+        except BaseException as error:
+            self._executor.abort_call(error)
+            raise
+
+    def _serve(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None, run: Callable[..., Any]
+    ) -> Any:
+        """Serves a call by a program that is there, else as `_serve_new` does."""
+        entries = self._entries
+        if self.co_run is not None and not self._executor.plain:  # on all ranks
+            return self.co_run(*args, **kwargs)
+        of_shapes = shapes((args, kwargs)) if entries.sized else None
+        entries.calls += 1
+        walks = self.co_run is None or entries.calls % CALLS_A_WALK == 0
+        broken: BreakError | None = None
+        try:
+            outcome = entries.serve(args, kwargs, ready, run, of_shapes, walks)
+        except BreakError as error:  # another rank cannot replay this call
+            broken = error  # the step may ask for the error that is being handled: it runs when none is
+        if broken is not None:
+            return self._run_python(broken, args, kwargs)
+        if type(outcome) is not GuardFailure:
+            return outcome
+        if self.co_run is not None:
+            return self.co_run(*args, **kwargs)
+        return self._serve_new(outcome, of_shapes, args, kwargs, ready, run)
+
+    def _serve_new(
+        self, failure: GuardFailure, of_shapes: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
+        ready: Callable[[], Any] | None, run: Callable[..., Any],
+    ) -> Any:  # fmt: skip
+        """Serves a call that no program does: in eager, by the step's Python from now on, or by a new capture."""
+        entries, options = self._entries, self._options
+        if failure.outcomes and options.may_run_python and not entries.may_branch():
+            entries.forget_branches()
+            what = f"Python decides otherwise from call to call: {failure.reason}"
+            return self._run_python(CaptureError(what), args, kwargs)
+        sized = of_shapes is not None and not failure.outcomes
+        if sized and options.may_run_eagerly and entries.is_rare(of_shapes):
+            self.eager_calls += 1
+            return collecting(self._fn)(*args, **kwargs)
+        self._executor.announce_capture()
+        outcome: Any = failure
+        while type(outcome) is GuardFailure:  # again where Python decides otherwise than in a capture for many sizes
+            entry = self._capture(args, kwargs, outcome)
+            if isinstance(entry, Exception):
+                return self._run_python(entry, args, kwargs)
+            outcome = self._first_call(entry, args, kwargs, ready, run)
+        return outcome
+
+    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], failure: GuardFailure) -> Entry | Exception:
+        """A new entry; or the error that ended its capture, where the step's Python may run instead."""
+        try:
+            entry = self._capturer.entry(args, kwargs, failure, self._entries)
+        except Exception as error:
+            if self._may_run_python(error):
+                return error
+            take_back()
+            raise
+        reason = self._capturer.reason(failure)
+        if self._entries and reason:
+            self.recompiles.append(reason)
+        self._entries.add(entry, self._capturer.many_sizes)
+        return entry
+
+    def _first_call(self, entry: Entry, args: Any, kwargs: Any, ready: Any, run: Callable[..., Any]) -> Any:
+        """Serves the call that an entry was captured for; where that fails, optimizers have no state, as before."""
+        try:
+            values = entry.binder(args, kwargs)
+            outcome = run(entry, values, args, kwargs, ready) if type(values) is list else values
+            if type(outcome) is not GuardFailure:
+                self._capturer.keep()
+            elif not outcome.outcomes or not self._capturer.from_template:
+                raise WholestepError(f"internal error: guards failed on the call they were made from: {outcome.reason}")
+            return outcome
+        finally:
+            self._capturer.undo()
+
+    def _run_on_ranks(
+        self, entry: Entry, values: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any],
+        ready: Callable[[], Any] | None,
+    ) -> Any:  # fmt: skip
+        """Runs a program whose ranks wait for each other: all begin together, and learn when one fails on its way."""
+        running = False
+
+        def begin() -> None:
+            nonlocal running
+            self._executor.check_call(entry.terms)
+            if ready is not None:
+                ready()
+            running = True
+
+        try:
+            return entry(values, args, kwargs, begin)
+        except BaseException as error:
+            if running:
+                self._executor.abort_group(error)
+            raise
+
+    def _may_run_python(self, error: Exception) -> bool:
+        """Whether the step's Python runs where it could not be captured."""
+        if isinstance(error, LazyError):
+            return not self._executor.view
+        options = self._options
+        own = bool(options.passes) or callable(options.backend) or options.memory_budget is not None
+        if own and self._capturer.known.traced and not isinstance(error, CaptureError):
+            return False  # the user's passes or backend have failed, which running the step otherwise would hide
+        return options.may_run_python and self._executor.announce_break(error)
+
+    def _run_python(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Serves a call that cannot be captured by the step's Python, and all those to come that no program serves."""
+        _let_go(error)
+        if isinstance(error, LazyError):  # the call that gives lazy modules their parameters
+            return self._fn(*args, **kwargs)
+        for tensor in self._capturer.deferred(args, kwargs):
+            fill(tensor)
+        take_back()
+        if self._entries.serve_seldom(len(self._entries)):  # and their guards take time
+            self._entries.clear()
+        co_run = CoRun(self._fn, collecting(self._fn), self._options)
+        if any(map(needs_memory, (error, error.__cause__))):
+            co_run.eager = "C++ reads memory of tensors in it past the dispatcher"
+        reason = str(error)
+        if isinstance(error, CaptureError):
+            self.co_run = co_run
+            self.breaks.append(reason)
+            return co_run(*args, **kwargs)
+        result = co_run(*args, **kwargs)  # the step's own error comes again, after what it did before
+        self.co_run = co_run
+        self.breaks.append(f"{type(error).__name__} while it was captured: {reason}")
+        return result
+
+
+def _let_go(error: BaseException | None) -> None:
+    """Has an error, and those behind it, hold no frames, with which results of calls would live on."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
