@@ -134,7 +134,7 @@ class Capturer:
             try:
                 entry = make(inputs)
             except Exception as error:  # a size, an index, a text: or the step's own error, which comes again
-                if self._options.executor.all_know(error):
+                if self._options.executor.preflight.all_know(error):
                     raise
             if entry is None:
                 inputs = self._varying

@@ -35,7 +35,7 @@ from wholestep.override import Override
 from wholestep.passes import transformed
 from wholestep.patches import is_suspended
 from wholestep.runtime import Backward, Entry, Program, donated_inputs, saved_places
-from wholestep.spmd import BufferBroadcast, PlanExecutor
+from wholestep.spmd import BufferBroadcast, PlanExecutor, shard_inputs
 from wholestep.step_log import collecting
 from wholestep.tensor_parts import say_parts
 from wholestep.trace import ReentrantCheckpoint, SharedMemory, Traced, trace_step
@@ -165,7 +165,7 @@ def build(
         unused = world.trained_besides({item.source for item in inputs})  # rank 0's all the same
         spread = [*inputs, *(Input("", f.source.text, f.kind) for f in unused)], [*values, *(f.tensor for f in unused)]
         terms = executor.start(traced.step, program.packed.unpack, *spread, parts, initial)
-        cut = executor.shard_inputs(program.placements, inputs, values, parts)
+        cut = shard_inputs(program.placements, inputs, values, parts)
         initial.fill()
         if not cut.moved:
             break  # else the program is for another layout than tensors have as parts

@@ -48,11 +48,11 @@ class StepRunner:
         """One call; see `Compiled.serve`."""
         if not self._executor.is_distributed:
             return self._serve(args, kwargs, ready, Entry.__call__)
-        self._executor.enter_call(getattr(self._fn, "__qualname__", type(self._fn).__name__))
+        self._executor.preflight.begin_call(getattr(self._fn, "__qualname__", type(self._fn).__name__))
         try:
             return self._serve(args, kwargs, ready, self._run_on_ranks)
         except BaseException as error:
-            self._executor.abort_call(error)
+            self._executor.preflight.abort_call(error)
             raise
 
     def _serve(
@@ -92,7 +92,7 @@ class StepRunner:
         if sized and options.may_run_eagerly and entries.is_rare(of_shapes):
             self.eager_calls += 1
             return collecting(self._fn)(*args, **kwargs)
-        self._executor.announce_capture()
+        self._executor.preflight.announce_capture()
         outcome: Any = failure
         while type(outcome) is GuardFailure:  # again where Python decides otherwise than in a capture for many sizes
             entry = self._capture(args, kwargs, outcome)
@@ -138,7 +138,7 @@ class StepRunner:
 
         def begin() -> None:
             nonlocal running
-            self._executor.check_call(entry.terms)
+            self._executor.preflight.check_call(entry.terms)
             if ready is not None:
                 ready()
             running = True
@@ -147,7 +147,7 @@ class StepRunner:
             return entry(values, args, kwargs, begin)
         except BaseException as error:
             if running:
-                self._executor.abort_group(error)
+                self._executor.preflight.abort_program(error)
             raise
 
     def _may_run_python(self, error: Exception) -> bool:
@@ -158,7 +158,7 @@ class StepRunner:
         own = bool(options.passes) or callable(options.backend) or options.memory_budget is not None
         if own and self._capturer.known.traced and not isinstance(error, CaptureError):
             return False  # the user's passes or backend have failed, which running the step otherwise would hide
-        return options.may_run_python and self._executor.announce_break(error)
+        return options.may_run_python and self._executor.preflight.announce_break(error)
 
     def _run_python(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Serves a call that cannot be captured by the step's Python, and all those to come that no program serves."""

@@ -181,15 +181,15 @@ class Ranks:
     def _broadcasting(self) -> Iterator[None]:
         """Inside, all ranks broadcast buffers, and nothing is deferred."""
         with self._queue.paused():
-            self._executor.enter_call(f"{self._name}, in the forward at {user_line()}")
-            self._executor.meet("buffers that are to be broadcast")
+            self._executor.preflight.begin_call(f"{self._name}, in the forward at {user_line()}")
+            self._executor.preflight.meet("buffers that are to be broadcast")
             yield
 
     def _reduce(self, where: str) -> None:
         """Reduces the gradients that are each rank's own, of which no program knows a reader."""
         grads = [self._shards.own(leaf.grad.detach()) for leaf in self._unreduced.values() if leaf.grad is not None]
         self._unreduced.clear()
-        self._executor.enter_call(f"{self._name}, {where}")
+        self._executor.preflight.begin_call(f"{self._name}, {where}")
         with no_modes():
             self._executor.reduce(grads)
 
@@ -240,16 +240,16 @@ class Ranks:
 
     def begin(self, program: RankProgram | None) -> None:
         """Before a segment's program: all ranks are to run it; None: it has to be compiled, which they agree on."""
-        self._executor.enter_call(f"{self._name}, in the segment that ends at {user_line()}")
+        self._executor.preflight.begin_call(f"{self._name}, in the segment that ends at {user_line()}")
         if program is not None:
-            self._executor.check_call(program.contract)
+            self._executor.preflight.check_call(program.contract)
 
     def run(self, program: RankProgram, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
         """Runs a segment's program; when it fails, the other ranks hear of it."""
         try:
             program(tensors, numbers)
         except BaseException as error:
-            self._executor.abort_group(error)
+            self._executor.preflight.abort_program(error)
             raise
         self._shards.forget_dead()
         noted = [*self._graded.items()]

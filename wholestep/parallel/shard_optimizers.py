@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -71,43 +72,68 @@ def _try_step(optimizer: torch.optim.Optimizer, parts: list[torch.Tensor], args:
     Raises:
         UnsupportedError: it computes across the elements of a parameter, or fails.
     """
-    small: dict[Any, nn.Parameter] = {}
-    memo: dict[int, Any] = {}
-    state: defaultdict[Any, Any] = defaultdict(dict)
-    with no_modes(), torch.random.fork_rng(devices=[]):
-        for one in (one for group in optimizer.param_groups for one in group["params"]):
-            kind = one.dim(), one.dtype, one.device
-            if kind not in small:
-                size = _SIZES[: one.dim()]
-                values = torch.linspace(0.5, 1.5, math.prod(size), dtype=one.dtype, device=one.device).view(size)
-                small[kind] = nn.Parameter(values, one.requires_grad)
-                small[kind].grad = values.clone().as_subclass(_TriedGrad)
-            memo[id(one)] = memo[id(small[kind])] = small[kind]
-        for key, values in optimizer.state.items():
-            of = memo.get(id(key))
-            state[key if of is None else of] = values if of is None else {
-                name: value.new_zeros(of.shape)
-                if isinstance(value, torch.Tensor) and (value.numel() > 1 or value.shape == key.shape) else value
-                for name, value in values.items()
-            }  # fmt: skip
-        memo[id(optimizer.state)] = copy.deepcopy(state, memo)
-        of_parts = {id(memo[id(one)]) for one in parts}
-        try:
-            tried = object.__new__(type(optimizer))
-            settings = {name: value for name, value in vars(optimizer).items() if not name.startswith("_optimizer_")}
-            tried.__setstate__(copy.deepcopy(settings, memo))
-            for group in tried.param_groups:
-                group["params"][:] = dict.fromkeys(one for one in group["params"] if id(one) in of_parts)
-            step: Any = type(tried).step
+    try:
+        with no_modes(), torch.random.fork_rng(devices=[]):
+            tried = _small_copy(optimizer, {id(one) for one in parts})
+            step: Any = type(tried).step  # not what schedulers and hooks have put in its place
             with _AcrossElements():
                 given = {name: _no_loss if callable(one) else one for name, one in kwargs.items()}
                 step(tried, *(_no_loss if callable(one) else one for one in args), **given)
-        except Exception as error:
-            raise UnsupportedError(
-                f"fully_shard with {type(optimizer).__name__}, {_why(error)}",
-                remedy="an optimizer that treats each element by itself, as AdamW, or, without fully_shard, "
-                "ws.compile(step, plan=ws.FullyShard(axis))",
-            ) from error
+    except Exception as error:
+        raise UnsupportedError(
+            f"fully_shard with {type(optimizer).__name__}, {_why(error)}",
+            remedy="an optimizer that treats each element by itself, as AdamW, or, without fully_shard, "
+            "ws.compile(step, plan=ws.FullyShard(axis))",
+        ) from error
+
+
+def _small_copy(optimizer: torch.optim.Optimizer, parts: set[int]) -> torch.optim.Optimizer:
+    """A copy that has small parameters in the place of some of the optimizer's, and none in that of the others.
+
+    Args:
+        parts: ids of the former.
+    """
+    small = _small_parameters(optimizer)
+    memo: dict[int, Any] = {**small, **{id(one): one for one in small.values()}}
+    memo[id(optimizer.state)] = copy.deepcopy(_small_states(optimizer, small), memo)
+    settings = {name: value for name, value in vars(optimizer).items() if not name.startswith("_optimizer_")}  # hooks
+    copied = object.__new__(type(optimizer))
+    copied.__setstate__(copy.deepcopy(settings, memo))
+    kept = {id(small[one]) for one in parts}
+    for group in copied.param_groups:
+        group["params"][:] = dict.fromkeys(one for one in group["params"] if id(one) in kept)
+    return copied
+
+
+def _small_parameters(optimizer: torch.optim.Optimizer) -> dict[int, nn.Parameter]:
+    """Id of a parameter -> a small one with a gradient, the same for all of one number of dimensions and one dtype."""
+    found: dict[int, nn.Parameter] = {}
+    made: dict[Any, nn.Parameter] = {}
+    for one in (one for group in optimizer.param_groups for one in group["params"]):
+        kind = one.dim(), one.dtype, one.device
+        if kind not in made:
+            size = _SIZES[: one.dim()]
+            values = torch.linspace(0.5, 1.5, math.prod(size), dtype=one.dtype, device=one.device).view(size)
+            made[kind] = nn.Parameter(values, one.requires_grad)
+            made[kind].grad = values.clone().as_subclass(_TriedGrad)
+        found[id(one)] = made[kind]
+    return found
+
+
+def _small_states(optimizer: torch.optim.Optimizer, small: Mapping[int, nn.Parameter]) -> dict[Any, Any]:
+    """The states that there are, of the small parameters' sizes."""
+    states: defaultdict[Any, Any] = defaultdict(dict)
+    for key, values in optimizer.state.items():
+        parameter = small.get(id(key))
+        if parameter is None:
+            states[key] = values
+            continue
+        states[parameter] = {
+            name: value.new_zeros(parameter.shape)
+            if isinstance(value, torch.Tensor) and (value.numel() > 1 or value.shape == key.shape) else value
+            for name, value in values.items()
+        }  # fmt: skip
+    return states
 
 
 def _why(error: Exception) -> str:

@@ -16,4 +16,5 @@ from wholestep.spmd.plans.buffer_broadcast import BufferBroadcast
 from wholestep.spmd.plans.global_view import GlobalPlan, GlobalView, ParameterPlan, Plan
 from wholestep.spmd.plans.plan import DataParallel, FullyShard, ShardedOptimizer, TensorParallel
 from wholestep.spmd.preflight.plan_executor import PlanExecutor
+from wholestep.spmd.preflight.shard_inputs import shard_inputs
 from wholestep.spmd.rules import register_sharding

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from wholestep import comm
 from wholestep.capture import InitialState
-from wholestep.deferred_init import become, origin, part_values, record_of
-from wholestep.errors import BreakError, CaptureError, PlanError
+from wholestep.deferred_init import origin, record_of
+from wholestep.errors import PlanError
 from wholestep.ir import BUCKET_BYTES, Input, Pass, StepGraph
 from wholestep.spmd.mesh import AxisGroup, DeviceMesh
 from wholestep.spmd.placements import Replicate
@@ -21,26 +20,12 @@ from wholestep.spmd.plans.buffer_broadcast import BufferBroadcast
 from wholestep.spmd.plans.data_parallel import data_parallel, refuse_sparse, sparse_gradient
 from wholestep.spmd.plans.global_view import GlobalPlan, GlobalView, Plan
 from wholestep.spmd.plans.plan import DataParallel
-from wholestep.spmd.preflight.contract import SHARED_KINDS, Call, Contract, contract_of, is_setting, values_of
+from wholestep.spmd.preflight.contract import SHARED_KINDS, Contract, contract_of, is_setting, values_of
 from wholestep.spmd.preflight.preflight_check import PreflightCheck
 from wholestep.spmd.schedule.coalesce import bucket_gradients, coalesce, pack_broadcasts
 from wholestep.spmd.schedule.overlap import start_early, wait_late
-from wholestep.tensor_parts import Part, mark_part, narrow_to
+from wholestep.tensor_parts import Part
 from wholestep.torch_compat import FakeTensor
-
-BREAKS = "the step cannot be replayed"
-
-
-class ShardedInputs(NamedTuple):
-    """What became of the tensors of a step.
-
-    Attributes:
-        any: some are parts now, so that other guards hold.
-        moved: some were laid out as parts are not, so that the program does not fit them.
-    """
-
-    any: bool
-    moved: bool
 
 
 class PlanExecutor:
@@ -55,6 +40,7 @@ class PlanExecutor:
         groups: the ranks that a step is spread over, along each axis of several.
         broadcasting: the ranks to which buffers are broadcast, along the axes of the local view.
         is_distributed: whether the step has ranks that wait for each other.
+        preflight: what these tell each other about its calls.
         axes: name of each group of the mesh -> its axis.
 
     Raises:
@@ -93,9 +79,7 @@ class PlanExecutor:
                              if group in several and getattr(one, "broadcast_buffers", False)]  # fmt: skip
         self.axes = mesh.axes if mesh is not None else {}
         axes = {group.group_name: one.axis for one, group in zip(plans, self._groups, strict=True)}
-        self._preflight = PreflightCheck(several, axes, self.view is not None)
-        self._agreed: set[Contract] = set()
-        self._trouble = ""
+        self.preflight = PreflightCheck(several, axes, self.view is not None)
         self._synchronized: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def __reduce__(self) -> Any:
@@ -135,20 +119,12 @@ class PlanExecutor:
             PlanError: on every rank, when they do not all come here with gradients of the same shapes.
         """
         sizes = [list(gradient.shape) for gradient in gradients]
-        self.meet(f"gradients of shapes {sizes} that are to be reduced")
+        self.preflight.meet(f"gradients of shapes {sizes} that are to be reduced")
         for plan, group in zip(self._plans, self._groups, strict=True):
             if not isinstance(plan, GlobalPlan):
                 op = comm.premul_sum(1 / group.size()) if plan.reduce == "mean" else comm.ReduceOp.SUM
                 for gradient in gradients:
                     comm.all_reduce(gradient, op, group)
-
-    def meet(self, what: str) -> None:
-        """Before collectives that are in no program.
-
-        Raises:
-            PlanError: on every rank, when they do not all come here for the same.
-        """
-        self.check_call(Contract((Call("", what, ""),)))
 
     def __str__(self) -> str:
         if self._mesh is None:
@@ -190,34 +166,35 @@ class PlanExecutor:
         """
         if not self.groups:
             return Contract(())
-        plans = ", ".join(map(_in_words, self._plans))
-        contract = contract_of(step(), inputs, tensors, self._preflight.axes, plans, whole, self.view is not None)
+        preflight, plans = self.preflight, ", ".join(map(_in_words, self._plans))
+        contract = contract_of(step(), inputs, tensors, preflight.axes, plans, whole, self.view is not None)
         new = self._unsynchronized(inputs, tensors, parts)
-        known = contract in self._agreed or (contract.is_local and self._agreed)  # nothing that others have a part in
+        known = contract in preflight.agreed or (contract.is_local and preflight.agreed)  # nothing that others share
         pairs = zip(inputs, tensors, strict=True)  # what is made in parts is not broadcast: it is to be the same
         made = [f"{i.source}{how}" for i, t in pairs if isinstance(t, torch.Tensor) and (how := origin(t))]
         if known and not self.view and not new and not made:
-            self.check_call(contract)
+            preflight.check_call(contract)
             return contract
-        self.announce_capture(compare=True)
-        shared = self._agreed and contract.random  # one state of the random generator since the first meeting
+        preflight.announce_capture(compare=True)
+        same_state = preflight.agreed and contract.random  # of the random generator, since the first meeting
+        said = contract.with_random_state() if same_state else contract
         words = made + [f"{item.kind} {item.source} to be rank 0's" for item, _ in new]
-        self._compare(contract.with_random_state() if shared else contract, self._same_values(inputs, tensors, words))
-        if self._preflight.all_compared:  # else this rank alone captures anew
+        preflight.compare(said, self._same_values(inputs, tensors, words))
+        if preflight.all_compared:  # else this rank alone captures anew
             self._broadcast_from_first(new, initial)
-        if self.view and not self._agreed:
+        if self.view and not preflight.agreed:
             state = torch.get_rng_state()  # of rank 0, for all
             for group in self.groups:
                 comm.broadcast(state, group=group, group_src=0)
             torch.set_rng_state(state)
-        self._agreed.add(contract)
+        preflight.agreed.add(contract)
         return contract
 
     def _unsynchronized(
         self, inputs: Sequence[Input], tensors: Sequence[Any], parts: Mapping[int, Part]
     ) -> list[tuple[Input, torch.Tensor]]:
         """What rank 0 gives to the others: parameters, buffers, states, and gradients that are there at the start."""
-        first = ("grad",) if self.view and not self._agreed else ()
+        first = ("grad",) if self.view and not self.preflight.agreed else ()
         known = self._synchronized
         return [
             (item, tensor)
@@ -242,118 +219,6 @@ class PlanExecutor:
                 if item.kind != own:
                     comm.broadcast(tensor.detach(), group=group, group_src=0)
 
-    def enter_call(self, name: str) -> None:
-        """A call of the step begins."""
-        self._preflight.announced, self._preflight.must_compare, self._preflight.step = False, False, name
-
-    def check_call(self, contract: Contract) -> None:
-        """Before a program serves a call: all ranks are to run it, in the same call; in the global view, on batches of
-        one shape. A program without collectives, in the local view, is run alone.
-
-        Raises:
-            PlanError: on every rank, when they are not, or when another rank's call has failed.
-        """
-        if self._preflight.announced or (contract.is_local and not self.view):
-            return
-        if not self._preflight.agree(contract):
-            self._compare(contract.with_random_state() if contract.random else contract)
-
-    def abort_group(self, error: BaseException) -> None:
-        """This rank's program has failed in the middle: the others, which wait for its collectives, are told."""
-        if isinstance(error, comm.DistMismatchError) and len(self.groups) == 1:
-            return  # all of them have seen it
-        reason = f"its {self._here} failed with {type(error).__name__}: {error}"
-        for group in self.groups:
-            group.abort(reason)
-
-    def announce_capture(self, compare: bool = False) -> None:
-        """Before a capture, the first one or any in the global view: the others are told, and meet this rank when it is
-        done.
-
-        Args:
-            compare: in any case.
-        """
-        if self.is_distributed and not self._preflight.announced and (compare or self.view or not self._agreed):
-            self._preflight.agree(None)
-
-    def announce_break(self, error: Exception) -> bool:
-        """This rank cannot capture the step: its Python runs at each call, on all ranks.
-
-        Returns:
-            False where other ranks do not come along: the error is the step's own, and only some have it.
-        """
-        breaks = isinstance(error, CaptureError)
-        if not breaks and self.all_know(error):
-            return False
-        return not self._tell(error, breaks) or breaks or self._preflight.all_failed
-
-    def _tell(self, error: Exception, breaks: bool = False) -> bool:
-        """Tells the other ranks that this one has no program, and why; False where they do not meet for that."""
-        self.announce_capture(compare=any(not contract.is_local for contract in self._agreed))
-        if not self._preflight.must_compare:
-            return False
-        why = f"{BREAKS} on rank {comm.get_rank()}: {error}"
-        if not breaks:
-            what = f"could not capture the step: {type(error).__name__}: {error}\n  in: {self._here}"
-            why = f"rank {comm.get_rank()} {what}"
-        self._preflight.compare(Contract(()), why)
-        return True
-
-    @property
-    def _here(self) -> str:
-        return f"call {self._preflight.call} of {self._preflight.step}"
-
-    def shard_inputs(
-        self, placements: Sequence[Any], inputs: Sequence[Input], tensors: Sequence[Any], parts: Mapping[int, Part]
-    ) -> ShardedInputs:
-        """Cuts whole tensors down to the parts that a program keeps, in place.
-
-        Args:
-            placements: of the program's inputs.
-            inputs, tensors, parts: as for `start`.
-
-        Raises:
-            PlanError: a tensor holds another part than the program keeps.
-        """
-        kept = [
-            (part if isinstance(part, Part) else None, parts.get(id(tensor)) or Part.whole(tensor.shape), item, tensor)
-            for part, item, tensor in zip(placements[: len(inputs)], inputs, tensors, strict=True)
-            if isinstance(tensor, torch.Tensor) and item.kind != "batch"
-            and (isinstance(part, Part) or id(tensor) in parts)
-        ]
-        for part, held, item, _ in kept:
-            if (part or Part.whole(held.shape)).inside(held) is None:
-                raise PlanError(
-                    f"{item.source} holds {held}; this step needs {part or 'the whole tensor'}\n"
-                    "  to do: load ws.full_state_dict(optimizer or model, group), taken before, or compile the step "
-                    "with the mesh and plan that cut it"
-                )
-        before: list[bool] = []
-        for part, held, _, tensor in kept:
-            if part is None or isinstance(tensor, FakeTensor):
-                continue
-            if held == part:
-                mark_part(tensor, part)
-                continue
-            before.append(tensor.is_contiguous())
-            if record_of(tensor) is not None:
-                become(tensor, part_values(tensor, part).clone(memory_format=torch.contiguous_format))
-                mark_part(tensor, part)
-                continue
-            narrow_to(tensor, part, held)  # of a part, when an optimizer's state is shared out after its first step
-            if tensor.is_leaf and tensor.grad is not None and tensor.grad.shape == held.size:
-                narrow_to(tensor.grad, part, held)
-        return ShardedInputs(bool(before), not all(before))
-
-    def abort_call(self, error: BaseException) -> None:
-        """This rank's call has failed before its program ran: the others, which wait for it to start, are told why."""
-        preflight = self._preflight
-        if not isinstance(error, Exception):  # an interrupt: no time to meet; the next call sees that one is left out
-            preflight.call += not preflight.announced
-            return
-        with suppress(comm.DistError):  # another rank has gone: this one's own error says more
-            self._tell(error)
-
     def _same_values(
         self, inputs: Sequence[Input], values: Sequence[Any], words: Sequence[str]
     ) -> dict[str, list[str]]:
@@ -370,15 +235,6 @@ class PlanExecutor:
                 or (item.kind == "batch" and plan.placement_of(item, value) == Replicate())
             ]
         return found
-
-    def _compare(self, contract: Contract, along: Mapping[str, Sequence[str]] | None = None) -> None:
-        self._trouble = trouble = self._preflight.compare(contract, along=along)
-        if trouble:
-            raise (BreakError if trouble.startswith(BREAKS) else PlanError)(trouble)
-
-    def all_know(self, error: Exception) -> bool:
-        """Whether it is the error that all ranks were given when they last compared their contracts."""
-        return bool(self._trouble) and str(error) == self._trouble
 
 
 def own_reductions(step: StepGraph, groups: Sequence[str]) -> list[Pass]:

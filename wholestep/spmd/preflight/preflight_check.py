@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import re
+import weakref
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 import torch
 
 from wholestep import comm
-from wholestep.spmd.preflight.contract import Contract, generator_state
+from wholestep.errors import BreakError, CaptureError, PlanError, WholestepError
+from wholestep.spmd.preflight.contract import SHARED_KINDS, Call, Contract, generator_state
 
 MISS = -1  # the number of a rank that has no program for a call yet
 _STRIDE = 0x9E3779B97F4A7C15  # between the numbers of one program's calls
-
-PROGRAMS = "the ranks' programs"
-PLANS = "the ranks' plans"
-_NAMED = re.compile(" has (parameter|buffer) ")
 
 # How a word begins -> what differs between ranks, and what to do about it.
 _KINDS = {
@@ -39,7 +37,7 @@ _KINDS = {
         "give all ranks batches of one shape: pad the last ones, or drop them (DataLoader(drop_last=True))",
     ),
     "plans": (
-        PLANS,
+        "the ranks' plans",
         "compile the step with the same mesh and the same plans on every rank",
     ),
     "random generator": (
@@ -50,83 +48,205 @@ _KINDS = {
         "the ranks' data",
         "give every rank the same numbers, and the same batch where the plan does not split it: batch=ws.Shard(0)",
     ),
-    "": (PROGRAMS, "build the same model, optimizer and step on every rank; only the data may differ"),
+    "": ("the ranks' programs", "build the same model, optimizer and step on every rank; only the data may differ"),
 }
 
 
-class PreflightCheck:
-    """The comparisons of one step's ranks, over their groups.
+# What a rank finds that has no program: the step cannot be replayed there, or could not be captured.
+BREAK, FAILURE = "break", "failure"
+_TENSOR = "tensor"  # parameters or buffers differ, which says more than the first call that does
+
+
+class Finding(NamedTuple):
+    """What is wrong, the same on all ranks that have compared.
 
     Attributes:
-        axes: group's name -> axis.
-        in_global_view: whether the step is in the global view.
-        step: the step's name.
-        call: how many calls of the step the ranks have met for.
-        announced: whether they have for the call that is under way.
-        must_compare: whether other ranks may be waiting for this one to `compare`.
-        all_compared: whether all of them said more words when they compared last.
-        all_failed: whether all of them knew something to be wrong then.
+        text: in words, with what to do.
+        kind: how the words that differ begin, as in `_KINDS`; or one of those above.
     """
 
-    all_compared = all_failed = False
-    step, call, announced, must_compare = "the step", 0, False, False
+    text: str
+    kind: str
+
+
+class PreflightCheck:
+    """What the ranks of one step tell each other about its calls, over their groups.
+
+    Args:
+        axes: group's name -> axis.
+        in_global_view: whether the step is in the global view.
+
+    Attributes:
+        agreed: the contracts of the programs that they have begun together.
+        all_compared: whether all of them said more words when they compared last.
+    """
 
     def __init__(self, groups: Sequence[comm.ProcessGroup], axes: Mapping[str, str], in_global_view: bool) -> None:
-        self.groups, self.axes, self.in_global_view = list(groups), axes, in_global_view
+        self.groups, self.axes, self._in_global_view = list(groups), axes, in_global_view
+        self.agreed: set[Contract] = set()
+        self.all_compared = False
+        self._all_failed = False  # whether all of them knew something to be wrong then
+        self._raised: weakref.ref[WholestepError] | None = None  # what they found then
+        self._step, self._call = "the step", 0  # its name, and how many calls of it the ranks have met for
+        self._announced = False  # whether they have for the call that is under way
+        self._must_compare = False  # whether other ranks may be waiting for this one to compare
 
-    def compare(self, contract: Contract, trouble: str = "", along: Mapping[str, Sequence[str]] | None = None) -> str:
-        """Compares the ranks' contracts along every axis; gives what is wrong, the same on all ranks, or nothing.
+    def begin_call(self, name: str) -> None:
+        """A call of the step begins."""
+        self._announced, self._must_compare, self._step = False, False, name
+
+    def check_call(self, contract: Contract) -> None:
+        """Before a program serves a call: all ranks are to run it, in the same call; in the global view, on batches of
+        one shape. A program without collectives, in the local view, is run alone.
+
+        Raises:
+            PlanError: on every rank, when they are not, or when another rank's call has failed.
+        """
+        if self._announced or (contract.is_local and not self._in_global_view):
+            return
+        if not self._agree(contract):
+            self.compare(contract.with_random_state() if contract.random else contract)
+
+    def meet(self, what: str) -> None:
+        """Before collectives that are in no program.
+
+        Raises:
+            PlanError: on every rank, when they do not all come here for the same.
+        """
+        self.check_call(Contract((Call("", what, ""),)))
+
+    def compare(self, contract: Contract, along: Mapping[str, Sequence[str]] | None = None) -> None:
+        """Compares the ranks' contracts along every axis.
 
         Args:
-            trouble: what this rank alone knows to be wrong.
             along: group's name -> more words, which the ranks along one axis must have alike where all say them.
+
+        Raises:
+            PlanError, BreakError: on every rank, when they differ, or when one of them has no program.
         """
-        self.must_compare = False
+        self._raised = None
+        found = self._compare(contract, None, along)
+        if found is not None:
+            raise self._known_to_all((BreakError if found.kind == BREAK else PlanError)(found.text))
+
+    def _known_to_all(self, error: WholestepError) -> WholestepError:
+        self._raised = weakref.ref(error)
+        return error
+
+    def all_know(self, error: Exception) -> bool:
+        """Whether it is the error that all ranks were given when they last compared their contracts."""
+        return self._raised is not None and self._raised() is error
+
+    def announce_capture(self, compare: bool = False) -> None:
+        """Before a capture, the first one or any in the global view: the others are told, and meet this rank when it is
+        done.
+
+        Args:
+            compare: in any case.
+        """
+        if self.groups and not self._announced and (compare or self._in_global_view or not self.agreed):
+            self._agree(None)
+
+    def announce_break(self, error: Exception) -> bool:
+        """This rank cannot capture the step: its Python runs at each call, on all ranks.
+
+        Returns:
+            False where other ranks do not come along: the error is the step's own, and only some have it.
+        """
+        breaks = isinstance(error, CaptureError)
+        if not breaks and self.all_know(error):
+            return False
+        return not self._tell(error, breaks) or breaks or self._all_failed
+
+    def abort_call(self, error: BaseException) -> None:
+        """This rank's call has failed before its program ran: the others, which wait for it to start, are told why."""
+        if not isinstance(error, Exception):  # an interrupt: no time to meet; the next call sees that one is left out
+            self._call += not self._announced
+            return
+        with suppress(comm.DistError):  # another rank has gone: this one's own error says more
+            self._tell(error)
+
+    def abort_program(self, error: BaseException) -> None:
+        """This rank's program has failed in the middle: the others, which wait for its collectives, are told."""
+        if isinstance(error, comm.DistMismatchError) and len(self.groups) == 1:
+            return  # all of them have seen it
+        for group in self.groups:
+            group.abort(f"its {self._here} failed with {type(error).__name__}: {error}")
+
+    @property
+    def _here(self) -> str:
+        return f"call {self._call} of {self._step}"
+
+    def _tell(self, error: Exception, breaks: bool = False) -> bool:
+        """Tells the other ranks that this one has no program, and why; False where they do not meet for that."""
+        self.announce_capture(compare=any(not contract.is_local for contract in self.agreed))
+        if not self._must_compare:
+            return False
+        rank = comm.get_rank()
+        mine = Finding(f"the step cannot be replayed on rank {rank}: {error}", BREAK)
+        if not breaks:
+            what = f"could not capture the step: {type(error).__name__}: {error}\n  in: {self._here}"
+            mine = Finding(f"rank {rank} {what}", FAILURE)
+        self._compare(Contract(()), mine)
+        return True
+
+    def _compare(
+        self, contract: Contract, mine: Finding | None, along: Mapping[str, Sequence[str]] | None = None
+    ) -> Finding | None:
+        """Compares contracts; gives what is wrong.
+
+        Args:
+            mine: what this rank alone knows to be wrong.
+        """
+        self._must_compare = False
+        found = mine
         for group in self.groups:
             everybody: list[Any] = [None] * group.size()
             name = group.group_name
-            words = [f"call {self.call} of {self.step}", *contract.for_axis(self.axes[name])]
-            comm.all_gather_object(everybody, (words, (along or {}).get(name), trouble, self.call), group)
-            said, more, troubles, calls = zip(*everybody, strict=True)
-            self.call = max(calls)  # one that is behind has heard so now
-            self.all_failed = all(troubles)
-            trouble = next((text for text in troubles if text), "") or _difference(said)
+            words = [f"call {self._call} of {self._step}", *contract.for_axis(self.axes[name])]
+            comm.all_gather_object(everybody, (words, (along or {}).get(name), found, self._call), group)
+            said, more, findings, calls = zip(*everybody, strict=True)
+            self._call = max(calls)  # one that is behind has heard so now
+            self._all_failed = all(findings)
+            found = next(filter(None, findings), None) or _difference(said)
             self.all_compared = None not in more
-            trouble = trouble or (_difference(more) if self.all_compared else "")
-        if trouble and self.in_global_view and not trouble.startswith(PLANS):  # on all ranks or none
-            trouble = self._first_call(zlib.decompress(contract.calls).decode() if contract.calls else "", trouble)
-        return trouble
+            if found is None and self.all_compared:
+                found = _difference(more)
+        if found is not None and self._in_global_view and found.kind != "plans":  # on all ranks or none
+            first = self._first_call(zlib.decompress(contract.calls).decode() if contract.calls else "")
+            found = first if first is not None and not found.kind else found
+        return found
 
-    def _first_call(self, calls: str, trouble: str) -> str:
-        """What is wrong; in place of a program that differs, the first of its calls that does."""
-        mine, found = calls.split("\n"), ""
+    def _first_call(self, calls: str) -> Finding | None:
+        """The first call in which the ranks' programs differ."""
+        mine, found = calls.split("\n"), None
         for group in self.groups:
             everybody: list[Any] = [None] * group.size()
             comm.all_gather_object(everybody, (mine, found), group)
-            found = next((text for _, text in everybody if text), "") or _difference([said for said, _ in everybody])
-        return found if found and trouble.startswith(PROGRAMS) and not _NAMED.search(trouble) else trouble
+            found = next((one for _, one in everybody if one), None) or _difference([said for said, _ in everybody])
+        return found
 
-    def agree(self, contract: Contract | None) -> bool:
-        """True when all ranks have the same contract now; if not, all are to `compare`.
+    def _agree(self, contract: Contract | None) -> bool:
+        """True when all ranks have the same contract now; if not, all are to `_compare`.
 
         Args:
             contract: None for a rank that has no program for a call yet.
         """
-        self.call, self.announced, self.must_compare = self.call + 1, True, False
+        self._call, self._announced, self._must_compare = self._call + 1, True, False
         number = MISS
         if contract is not None:
             number = contract.number ^ generator_state() if contract.random else contract.number
-            number = (number + self.call * _STRIDE) % (1 << 56)
+            number = (number + self._call * _STRIDE) % (1 << 56)
         bounds = torch.tensor([number, -number])
         for group in self.groups:
             comm.all_reduce(bounds, comm.ReduceOp.MAX, group)
         maximum, minimum = bounds.tolist()
-        self.must_compare = maximum != -minimum or maximum == MISS
-        return not self.must_compare
+        self._must_compare = maximum != -minimum or maximum == MISS
+        return not self._must_compare
 
 
-def _difference(everybody: Sequence[Sequence[str]]) -> str:
-    """Says where one rank's words differ from rank 0's; nothing when none do."""
+def _difference(everybody: Sequence[Sequence[str]]) -> Finding | None:
+    """Says where one rank's words differ from rank 0's; None when none do."""
     first = everybody[0]
     for rank, words in enumerate(everybody):
         if words == first:
@@ -137,5 +257,8 @@ def _difference(everybody: Sequence[Sequence[str]]) -> str:
         here, there = (w[place] if place < len(w) else "nothing more" for w in (first, words))
         kind = next(kind for kind in _KINDS if here.startswith(kind) and there.startswith(kind))
         what, remedy = _KINDS[kind]
-        return f"{what} do not fit each other: rank 0 has {here}; rank {rank} has {there}\n  to do: {remedy}"
-    return ""
+        if not kind and (here.startswith(SHARED_KINDS) or there.startswith(SHARED_KINDS)):
+            kind = _TENSOR
+        text = f"{what} do not fit each other: rank 0 has {here}; rank {rank} has {there}\n  to do: {remedy}"
+        return Finding(text, kind)
+    return None
