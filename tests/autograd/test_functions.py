@@ -746,6 +746,28 @@ def _differentiated_inside(x: Tensor) -> Tensor:
     return out
 
 
+class Attributed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.factor = x.detach() * 2
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * ctx.factor  # type: ignore[no-any-return]
+
+
+def test_a_result_of_a_function_that_saves_nothing_and_was_differentiated() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        out = Attributed.apply(x)  # type: ignore[no-untyped-call]
+        return out, torch.autograd.grad(out.sum(), x)[0]
+
+    x = torch.randn(3, requires_grad=True)
+    for call in (fn, ws.compile(fn, fullgraph=True)):
+        out, grad = call(x)
+        assert torch.equal(grad, 2 * x) and torch.equal(torch.autograd.grad(out.sum(), x)[0], 2 * x)
+
+
 @pytest.mark.parametrize("differentiable", [False, True])
 @pytest.mark.parametrize("fn", [_of_a_leaf, _of_a_function_of_a_leaf, _of_both, _written, _differentiated_inside])
 def test_results_of_leaves_that_nobody_keeps(fn: Any, differentiable: bool) -> None:

@@ -46,6 +46,21 @@ def test_a_layer_bitwise(shape: tuple[int, int, int], flipped: bool) -> None:
     assert "straight_0()" in fast.code
 
 
+def test_sums_over_few_rows_bitwise() -> None:
+    """torch adds up the last columns, up to three, in another order than those before."""
+    shapes = [(rows, columns) for rows in range(2, 9) for columns in range(2, 9)]
+
+    def step(*given: torch.Tensor) -> list[torch.Tensor]:
+        return [((x * 2).sum(0) / 3).exp() for x in given]
+
+    compiled = ws.compile(step, fullgraph=True)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        given = [torch.randn(shape) for shape in shapes]
+        assert all(map(torch.equal, compiled(*given), step(*given)))
+    assert "straight_0()" in compiled.code
+
+
 def test_special_numbers_go_through_as_torchs() -> None:
     step, inputs = layer(32, 64, 64, False)
     for index, number in enumerate([math.inf, -math.inf, math.nan, -0.0, 1e-42]):

@@ -151,6 +151,21 @@ def test_elementwise_gradients_of_any_layout(name: str, given: str) -> None:
         assert difference(step_of(ELEMENTWISE[name], coming), [x], LAYOUTS[given]) == ""
 
 
+def _normalized(x: Tensor) -> Tensor:
+    """Its workspace, of which the backward reads, has no elements on a CPU."""
+    channels = torch.ones(x.shape[1])
+    settings = channels, channels, channels * 0, channels.clone(), 0.1, 1e-5
+    return torch.ops.aten._batch_norm_with_update(x, *settings)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("fn", [torch.nanmean, lambda x: x.prod(0), _normalized], ids=["mean", "product", "norm"])
+def test_gradients_of_reductions_lie_as_eagers(fn: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    x, layouts = torch.rand(5, 4, 6, requires_grad=True), list(LAYOUTS.values())
+    for given, coming in zip(layouts, [*layouts[1:], layouts[0]], strict=True):
+        assert difference(step_of(fn, coming), [x], given) == ""
+
+
 @pytest.mark.parametrize("mode", ["nearest", "bilinear", "nearest-exact", "bicubic"])
 def test_gradients_of_enlarged_views_are_at_their_places(mode: str) -> None:
     def fn(p: Tensor) -> Tensor:

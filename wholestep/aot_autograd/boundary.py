@@ -148,7 +148,10 @@ def keeps(start: Any) -> bool:
 def _saves(node: Any) -> bool:
     """By its class, since a saved tensor may be one that a hook of the user's gives."""
     if isinstance(node, BackwardCFunction):
-        return bool(node._raw_saved_tensors)
+        try:
+            return bool(node._raw_saved_tensors)
+        except RuntimeError:  # freed, and yet the backward has just been traced: it needs none
+            return False
     return any(name.startswith("_raw_saved_") for name in dir(node))
 
 

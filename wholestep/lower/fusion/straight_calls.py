@@ -22,6 +22,7 @@ from wholestep.torch_compat import full_precision, matrix_product, no_modes
 LARGEST = 1 << 16  # elements of a tensor: what lies between kernels is nothing beside larger ones
 MOST_PRODUCTS = 1 << 22  # of numbers in a product of matrices
 TRIALS = 32  # another order has the same bits by chance in every third sum
+SHIFT = 101  # how many numbers are others in the next trial, or at other places in sums
 _PRODUCTS = {aten.mm.default: "mm", aten.addmm.default: "addmm"}
 _PRODUCT, _ROWS, _SUM = 1, 2, 3  # as native/straight.c has them
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides
@@ -38,7 +39,7 @@ def straight_step(node: fx.Node) -> Step | None:
     if node.kwargs or chains.native is None or not node.args:
         return None
     kernel, operands = _PRODUCTS.get(node.target), node.args  # type: ignore[call-overload]
-    if node.target is aten.sum.dim_IntList and [*node.args[1]] == [0] and info(node).value.dim() < 3:  # type: ignore[misc]
+    if node.target is aten.sum.dim_IntList and node.args[1] in ([0], (0,)) and info(node).value.dim() < 3:
         kernel, operands = "sum", node.args[:1]
     if kernel is None or not all(isinstance(o, fx.Node) for o in operands):
         return None
@@ -95,9 +96,10 @@ def _same_bits(kernel: str, layouts: tuple[Layout, ...], full: bool) -> bool:
             tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float32))
         names = [f"o{i}" for i in range(len(made))]
         run = straight([(kernel, "o0", tuple(names[1:]), None)], dict(zip(names, made, strict=True)))
-        dim, summed = (0, made[1]) if kernel == "sum" else (1, made[-2])
-        for _ in range(TRIALS):
-            summed.copy_(summed.roll(1, dim))  # the same numbers, added up in another order
+        summed = made[1] if kernel == "sum" else made[-2]
+        pool = torch.randn(summed.numel() + TRIALS * SHIFT, generator=generator, dtype=torch.float32)
+        for trial in range(TRIALS):
+            summed.copy_(pool[trial * SHIFT :][: summed.numel()].view(summed.shape))
             run()
             theirs = made[1].sum([0]).view(out[0]) if kernel == "sum" else getattr(torch, kernel)(*made[1:])
             if not torch.equal(theirs, made[0]):

@@ -27,7 +27,7 @@ _library = torch.library.Library("wholestep_formulas", "FRAGMENT")
 
 
 def _gradient(node: str, grad: Tensor, x: Tensor, dim: int | None) -> Tensor:
-    """The gradient of a product of `x`, by autograd's own formula; laid out like `x`, where eager's follows the data.
+    """The gradient of a product of `x`, by autograd's own formula; laid out as where no element is zero.
 
     Args:
         node: the name of the product's node.
@@ -36,12 +36,12 @@ def _gradient(node: str, grad: Tensor, x: Tensor, dim: int | None) -> Tensor:
     with suspended(), running(), with_autograd(), torch.enable_grad():  # whoever else captures backwards
         leaf = x.detach().requires_grad_()
         made = torch.autograd.grad(PRODUCTS[node](leaf, dim), leaf, grad)[0]
-    planned = torch.empty_like(x)
+    planned = _fake_gradient(node, grad, x, dim)
     return made if made.stride() == planned.stride() else planned.copy_(made)
 
 
 def _fake_gradient(node: str, grad: Tensor, x: Tensor, dim: int | None) -> Tensor:
-    return torch.empty_like(x)
+    return grad * (PRODUCTS[node](x, dim) / x).conj()
 
 
 # What autograd differentiates by the data, by the name of its node; `cumprod` in torch 2.11 alone.
