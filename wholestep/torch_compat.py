@@ -526,7 +526,8 @@ _einsum_module = vars(_einsum["m"])
 
 def einsum_flags() -> tuple[Any, ...]:
     """How `torch.einsum` chooses the order of its products: as set by attribute, and as set by functions."""
-    return tuple([flags.get(name) for flags in (_einsum, _einsum_module) for name in ("enabled", "strategy")])
+    own, shared = _einsum, _einsum_module
+    return own.get("enabled"), own.get("strategy"), shared.get("enabled"), shared.get("strategy")
 
 
 _SHARED = (vars(sys.modules[kind.__module__]) for kind in (torch.nn.Module, torch.optim.Optimizer))
@@ -609,9 +610,36 @@ def tensor_offsets() -> tuple[int, ...]:
 
 
 def tensor_functions() -> tuple[int, ...]:
-    """Addresses of the functions that read a C++ tensor's dim, dtype, type and number of device, sizes and strides."""
-    names = ("dim", "dtype", "device_type", "device_index", "sizes", "strides")
-    return tuple([_address(f"aoti_torch_get_{name}") for name in names])
+    """Addresses of the functions that read a C++ tensor's dim, dtype, type and number of device, sizes and strides; of
+    methods of what it refers to; and of functions that read and move its version counter.
+    """
+    names = [f"aoti_torch_get_{name}" for name in ("dim", "dtype", "device_type", "device_index", "sizes", "strides")]
+    return tuple(map(_address, (*names, *_METHODS)))
+
+
+_METHODS = (  # requires_grad, grad, is_inference, _version, bump_version
+    "_ZNK3c1010TensorImpl13requires_gradEv", "_ZNK3c1010TensorImpl4gradEv", "_ZN2at6native12is_inferenceERKNS_6TensorE",
+    "_ZNK2at10TensorBase8_versionEv", "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE",
+)  # fmt: skip
+
+
+# By which C++ tells its settings, each as a byte: of a thread, of a type of device, and of the whole process.
+_THREAD = ("aoti_torch_grad_mode_is_enabled", "_ZN3c1013InferenceMode10is_enabledEv",
+           "_ZN2at8autocast25is_autocast_cache_enabledEv", "_ZN3c1031get_default_dtype_as_scalartypeEv")  # fmt: skip
+_DEVICE = ("_ZN2at8autocast19is_autocast_enabledEN3c1010DeviceTypeE",
+           "_ZN2at8autocast18get_autocast_dtypeEN3c1010DeviceTypeE")  # fmt: skip
+_PROCESS = ("_ZNK2at7Context23deterministicAlgorithmsEv", "_ZNK2at7Context19userEnabledFlashSDPEv",
+            "_ZNK2at7Context18userEnabledMathSDPEv", "_ZNK2at7Context26userEnabledMemEfficientSDPEv")  # fmt: skip
+
+
+def setting_addresses() -> list[tuple[int, int]]:
+    """Addresses of these functions, each with its argument; empty where one is missing."""
+    context = _address("_ZN2at13globalContextEv")
+    whole = ctypes.CFUNCTYPE(ctypes.c_size_t)(context)() if context else 0
+    names = [*((name, 0) for name in _THREAD), *((name, kind) for name in _DEVICE for kind in (0, 1)),
+             *((name, whole) for name in _PROCESS)]  # fmt: skip
+    found = [(_address(name), argument) for name, argument in names]
+    return found if whole and all(address for address, _ in found) else []
 
 
 def _address(name: str) -> int:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wholestep.capture.guards import bulk
+from wholestep.capture.guards import bulk, compared_values
 from wholestep.capture.guards.bulk import ANY, flatten, native
 
 
@@ -66,6 +67,15 @@ def test_bad_arguments():
         native.layouts((1,))
     with pytest.raises(TypeError):
         native.hooks((None,))
+    with pytest.raises(TypeError):
+        native.versions((None,))
+    with pytest.raises(IndexError):
+        native.advance((torch.ones(1),), ())
+    assert bulk.identical([ONE, OTHER], (ONE, OTHER)) and not bulk.identical([ONE, OTHER], [ONE, ONE])
+    with pytest.raises(TypeError):
+        bulk.identical(1, [])
+    with pytest.raises(ZeroDivisionError):
+        bulk.identical([ONE], (1 // 0 for _ in "a"))
 
 
 def test_values_are_gathered_where_keys_are_known():
@@ -125,3 +135,62 @@ def test_hooks_that_tensors_have():
     removed.remove()
     tensors[1]._backward_hooks = None
     assert bulk.hooks(tensors) == bulk._hooks(tensors) and [i for i, _ in bulk.hooks(tensors)] == [5]
+
+
+def test_gradients_of_tensors():
+    tensors = tuple([torch.nn.Parameter(torch.ones(2)) for _ in range(3)])
+    tensors[1].grad = torch.zeros(2)
+    for form in (bulk.grads, bulk._grads):
+        found = form(tensors)
+        assert found[0] is None and found[1] is tensors[1].grad and found[2] is None and form(()) == []
+
+
+def test_version_counters():
+    tensors = torch.ones(2), torch.nn.Parameter(torch.ones(2)), torch.ones(2, 2)[0]
+    for goal in ((1, 0, 3), (200, 5, 3), (0, 4, 1)):  # some steps, many, back
+        bulk.count_writes(tensors, goal)
+        assert bulk.versions(tensors) == bulk._versions(tensors) == goal
+    view = tensors[0][:1]
+    bulk.count_writes((tensors[0], view), (7, 9))
+    assert tensors[0]._version == view._version == 9
+    with torch.inference_mode():
+        uncounted = torch.ones(1)
+    for form in (bulk.versions, bulk._versions, lambda t: bulk.count_writes(t, (1,))):
+        with pytest.raises(RuntimeError, match="Inference tensors do not track version counter"):
+            form((uncounted,))
+
+
+SETTINGS: list[tuple[Callable[[], object], Callable[[object], object], object]] = [
+    (torch.is_grad_enabled, torch.set_grad_enabled, False),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False),
+    (torch.get_default_dtype, torch.set_default_dtype, torch.float64),
+    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, False),
+    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp, False),
+    *((partial(torch.is_autocast_enabled, kind), partial(torch.set_autocast_enabled, kind), True)
+      for kind in ("cpu", "cuda")),
+    *((partial(torch.get_autocast_dtype, kind), partial(torch.set_autocast_dtype, kind), torch.float64)
+      for kind in ("cpu", "cuda")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(len(SETTINGS)))
+@pytest.mark.parametrize("form", ["global_state", "quick_state"])
+def test_settings_are_told_apart(number, form):
+    get, put, value = SETTINGS[number]
+    state, before = getattr(compared_values, form), get()
+    first = state()
+    put(value)
+    try:
+        assert state() != first
+    finally:
+        put(before)
+    assert state() == first
+
+
+def test_inference_mode_is_told_apart():
+    first = compared_values.quick_state()
+    with torch.inference_mode():
+        assert compared_values.quick_settings() != first[0]
+    assert compared_values.quick_state() == first

@@ -6,11 +6,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from operator import add
 from typing import Any
 
 import torch
 
 from wholestep.capture import Binder, Guard, GuardFailure
+from wholestep.capture.guards.bulk import count_writes, versions
 from wholestep.capture.sources import Decision
 from wholestep.functional import Decided, Diverged
 from wholestep.ir import is_effectful
@@ -18,7 +20,7 @@ from wholestep.runtime.autograd_function import CompiledFunction, Plan, Ran, pla
 from wholestep.runtime.output_aliases import as_inference, refuse, remade
 from wholestep.runtime.program import DonatedInputs, Program
 from wholestep.tensor_parts import Part, mark_part
-from wholestep.torch_compat import make_one_of_several, set_versions
+from wholestep.torch_compat import make_one_of_several
 from wholestep.trace import Traced
 from wholestep.trace.numbers.decisions import outcomes_of
 from wholestep.trace.record.inputs import QUESTIONS, flat_memory
@@ -174,12 +176,13 @@ class Entry:
         for index, before, after in traced.storage_sizes:
             if after > before:
                 values[index].untyped_storage().resize_(after)
-        versions = tuple([values[i]._version + times for i, times in zip(self.written, self.times, strict=True)])
+        written = tuple([values[i] for i in self.written])
+        counts = tuple(map(add, versions(written), self.times))
         slots: dict[int, torch.Tensor] = {}
         if self.plan is None:
             outputs = self._outputs(values, args)
         else:
-            outputs, slots = self._differentiable(self.plan, values, versions)
+            outputs, slots = self._differentiable(self.plan, values, written, counts)
         for index, before, after in traced.storage_sizes:
             if after < before:
                 values[index].untyped_storage().resize_(after)
@@ -187,15 +190,15 @@ class Entry:
             outputs = as_inference(outputs, self.inference)
         if traced.refused:
             refuse(traced.refused, outputs, values, self.handle)
-        if versions:
-            set_versions(tuple([values[i] for i in self.written]), versions)
+        if written:
+            count_writes(written, counts)
         # views come last: autograd knows one by its operators as long as its counter is what it was when it was made
-        for making, fresh, counts in self.phases:
+        for making, fresh, counted in self.phases:
             for index in making:
                 if index not in slots:
                     slots[index] = remade(self.aliases[index], outputs, values, slots, self.handle)
             if fresh:
-                set_versions(tuple([slots[i] for i in fresh]), counts)
+                count_writes(tuple([slots[i] for i in fresh]), counted)
         for index in self.several:
             make_one_of_several(slots[index], traced.aliases[index].state.outdated)
         for index, part in self.kept.items():
@@ -215,7 +218,7 @@ class Entry:
         return self.program.consume(inputs)
 
     def _differentiable(
-        self, plan: Plan, values: list[Any], versions: tuple[int, ...]
+        self, plan: Plan, values: list[Any], written: tuple[torch.Tensor, ...], counts: tuple[int, ...]
     ) -> tuple[Sequence[Any], dict[int, torch.Tensor]]:
         """Runs the forward as one node of autograd's graph; gives all outputs, and the slots with a history.
 
@@ -225,8 +228,9 @@ class Entry:
         inputs = values if self.count == len(values) else values[: self.count]
         outputs = list(self.program.run(*inputs))
         saved = [values[i] if where == "input" else outputs[i] for where, i in plan.backward.saved]
-        if versions or self.saved_versions:
-            self._count_saved(plan, values, saved, versions)
+        if written or self.saved_versions:
+            count_writes(written, counts)
+            self._count_saved(plan, saved)
         if self.copied:
             again = [where == "output" and i in self.copied for where, i in plan.backward.saved]
             saved = [v.detach().clone() if copy else v for v, copy in zip(saved, again, strict=True)]
@@ -247,9 +251,8 @@ class Entry:
                 slots[slot] = tensor
         return outputs, slots
 
-    def _count_saved(self, plan: Plan, values: list[Any], saved: list[Any], versions: tuple[int, ...]) -> None:
-        """Counts writes to inputs and to what is saved, before it is saved."""
-        set_versions(tuple([values[i] for i in self.written]), versions)
+    def _count_saved(self, plan: Plan, saved: list[Any]) -> None:
+        """Counts writes to what is saved, before it is saved."""
         places = zip(saved, plan.backward.saved, strict=True)
         counted = [value for value, place in places if place in self.saved_versions]
-        set_versions(tuple(counted), tuple(self.saved_versions.values()))
+        count_writes(tuple(counted), tuple(self.saved_versions.values()))

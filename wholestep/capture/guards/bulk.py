@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from wholestep.torch_compat import HOOK_TABLES, TENSOR_BASE, tensor_functions, tensor_offsets
+from wholestep.torch_compat import HOOK_TABLES, TENSOR_BASE, set_versions, tensor_functions, tensor_offsets
 
 try:
     from wholestep.capture.guards import _bulk as native
@@ -17,14 +17,10 @@ except ImportError as missing:
     raise ImportError("wholestep's compiled parts are missing or older than its code: run `python setup.py build_ext "
                       "--inplace` (or `pip install .`) with a C compiler") from missing  # fmt: skip
 
-ANY, flatten, match, gather, recall = native.ANY, native.flatten, native.match, native.gather, native.recall
+ANY, flatten, match, gather = native.ANY, native.flatten, native.match, native.gather
+recall, identical = native.recall, native.identical
 _LAYOUT = attrgetter("shape", "dtype", "device", "requires_grad")
 _HOOKS = attrgetter(*HOOK_TABLES)
-
-
-def identical(left: Any, right: Any) -> bool:
-    """True when two iterables of equal length hold the very same objects."""
-    return all(map(is_, left, right))
 
 
 def _layouts(tensors: Iterable[torch.Tensor]) -> Any:
@@ -37,17 +33,33 @@ def _hooks(tensors: Iterable[torch.Tensor]) -> list[tuple[int, Any]]:
     return [(i, table) for i, table in enumerate(chain.from_iterable(map(_HOOKS, tensors))) if table is not None]
 
 
+def _grads(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradients of tensors."""
+    return [tensor.grad for tensor in tensors]
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """The version counters of tensors."""
+    return tuple([tensor._version for tensor in tensors])
+
+
 def _reads_tensors() -> bool:
     """Whether C code reads tensors: where they lie within Python's objects is looked up once."""
     offsets, functions = tensor_offsets(), tensor_functions()
     if not offsets or not all(functions):
         return False
-    native.use(TENSOR_BASE, offsets, functions)
+    native.use(TENSOR_BASE, offsets, functions, torch.empty(0))
     return True
 
 
 _NATIVE = _reads_tensors()
-hooks = native.hooks if _NATIVE else _hooks
+hooks, grads, versions = (native.hooks, native.grads, native.versions) if _NATIVE else (_hooks, _grads, _versions)
+
+
+def count_writes(tensors: tuple[torch.Tensor, ...], counts: tuple[int, ...]) -> None:
+    """Has version counters stand where in-place calls would have left them."""
+    if not (_NATIVE and native.advance(tensors, counts)):
+        set_versions(tensors, counts)
 
 
 def layouts_of(tensors: Iterable[torch.Tensor]) -> Any:

@@ -7,8 +7,8 @@ from itertools import chain
 from types import CodeType
 from typing import Any
 
-from wholestep.capture.guards.bulk import gather, hooks, identical, match
-from wholestep.capture.guards.compared_values import global_state, memory, same_plain
+from wholestep.capture.guards.bulk import gather, grads, hooks, identical, match
+from wholestep.capture.guards.compared_values import memory, quick_state, same_plain
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container
 from wholestep.capture.sources import is_exact, item
@@ -29,7 +29,7 @@ class CodeWriter:
         self.names: dict[int, str] = {}
         self.space: dict[str, Any] = {
             "identical": identical, "same": same_plain, "chain": chain.from_iterable, "match": match, "gather": gather,
-            "hooks": hooks, "global_state": global_state, "STATE": state, "memory": memory,
+            "hooks": hooks, "grads": grads, "quick_state": quick_state, "STATE": state, "memory": memory,
         }
         self.spaces = [self.space]
         self.weak: list[Any] = []

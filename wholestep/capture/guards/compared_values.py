@@ -10,9 +10,13 @@ import enum
 import math
 import uuid
 import weakref
+from array import array
+from collections.abc import Callable
 from dataclasses import is_dataclass
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
+from itertools import chain
 from pathlib import PurePath
 from re import Pattern
 from typing import Any
@@ -20,8 +24,15 @@ from typing import Any
 import numpy
 import torch
 
-from wholestep.capture.guards.bulk import recall
-from wholestep.torch_compat import address_of, attention_kernels, default_device, einsum_flags, global_hooks
+from wholestep.capture.guards.bulk import native, recall
+from wholestep.torch_compat import (
+    address_of,
+    attention_kernels,
+    default_device,
+    einsum_flags,
+    global_hooks,
+    setting_addresses,
+)
 
 PLAIN: tuple[type, ...] = (
     int, float, bool, str, bytes, complex, type(None), type(Ellipsis), range, slice,
@@ -41,15 +52,33 @@ def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
             tensor.shape, tensor.stride() if strided else None)
 
 
-def global_state() -> tuple[Any, ...]:
-    """The settings of torch that change what a step computes, in the order of `guards.STATE_NAMES`."""
+def settings() -> tuple[Any, ...]:
+    """Those settings of torch that C++ has."""
     return (
         torch.is_grad_enabled(), torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"),
         torch.get_autocast_dtype("cpu"), torch.get_autocast_dtype("cuda"), torch.is_autocast_cache_enabled(),
-        torch.get_default_dtype(), default_device(), torch.are_deterministic_algorithms_enabled(),
-        einsum_flags(), global_hooks(), attention_kernels(), _SMALLEST * 1.0 == 0,
+        torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), attention_kernels(),
     )
+
+
+def _modes() -> tuple[Any, ...]:
+    """Those that Python has, and one of the processor's."""
+    return default_device(), einsum_flags(), global_hooks(), _SMALLEST * 1.0 == 0
+
+
+def global_state() -> tuple[Any, ...]:
+    """The settings of torch that change what a step computes, in the order of `guards.STATE_NAMES`."""
+    return *settings(), *_modes()
+
+
+def quick_state() -> tuple[Any, ...]:
+    """What is equal where `global_state` is."""
+    return quick_settings(), *_modes()
+
+
+_FUNCTIONS = array("Q", [*chain.from_iterable(setting_addresses())]).tobytes()
+quick_settings: Callable[[], Any] = partial(native.settings, _FUNCTIONS) if _FUNCTIONS else settings
 
 
 def is_plain(value: Any) -> bool:

@@ -8,6 +8,7 @@ are (`persistent_objects.py`), or *per call*: another one, as a batch or a tuple
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from itertools import groupby
 from typing import Any
 
 from numpy import float64
@@ -42,7 +43,7 @@ class FastPath:
         self, snap: Snapshot, inputs: Sequence[Source], mutated: frozenset[str], replaced: Set[tuple[str, Any]],
         sizeless: frozenset[str],
     ) -> None:  # fmt: skip
-        self.snap, self.writer = snap, CodeWriter(snap.reachable.state)
+        self.snap, self.writer = snap, CodeWriter(snap.reachable.quick_state)
         self._per_call = PerCallObjects(snap, self.writer, replaced, sizeless)
         self._persistent = PersistentObjects(snap, self.writer, self._per_call, inputs)
         self._persistent.gather()
@@ -99,7 +100,8 @@ class FastPath:
             if not found.get(source.path):
                 what = f"{source} is a tensor in a set that is another at each call, in no order"
                 raise UnsupportedError(what, remedy="keep it in a list, a tuple or a dict")
-        write.lines.append(f"return [{', '.join(found[source.path] for source in inputs)}]")
+        places = {expression: i for i, expression in enumerate(write.tensors.values())}  # in the list ``t``
+        write.lines.append(f"return [{', '.join(_in_slices([found[source.path] for source in inputs], places))}]")
 
     def _number(self, number: NumberInput) -> str:
         """An expression for a number that is an input, or for the tuple that it is in."""
@@ -113,3 +115,13 @@ class FastPath:
             length = len(number.container.before[number.key])  # type: ignore[union-attr]
             return f"type({at}) is tuple and len({at}) == {length} and type({at}[{number.index}]) in {kinds}"
         return f"type({at}) in {kinds}"
+
+
+def _in_slices(expressions: Sequence[str], places: Mapping[str, int]) -> list[str]:
+    """Items of a list: those that follow each other in the list ``t`` are sliced from it, in a fifth of the time."""
+    found: list[str] = []
+    for _, run in groupby(enumerate(expressions), lambda item: places.get(item[1], -1) - item[0]):
+        items = [expression for _, expression in run]
+        at = places.get(items[0])
+        found += items if at is None or len(items) < 3 else [f"*t[{at}:{at + len(items)}]"]
+    return found

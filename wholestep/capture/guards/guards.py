@@ -100,9 +100,9 @@ class GuardFailure:
 _IN_OPTIMIZER = re.compile(r"\['(param_groups|state)'\]\[")
 STATE_NAMES = (
     "grad mode", "inference mode", "autocast on cpu", "autocast on cuda", "autocast dtype on cpu",
-    "autocast dtype on cuda", "autocast cache", "default dtype", "default device", "deterministic algorithms",
-    "flags of torch.backends.opt_einsum", "hooks of all modules and optimizers",
-    "kernels of attention", "denormal numbers being flushed",
+    "autocast dtype on cuda", "autocast cache", "default dtype", "deterministic algorithms", "kernels of attention",
+    "default device", "flags of torch.backends.opt_einsum", "hooks of all modules and optimizers",
+    "denormal numbers being flushed",
 )
 
 

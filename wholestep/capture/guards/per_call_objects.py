@@ -108,7 +108,7 @@ class PerCallObjects:
         call, write, reached = self._snap.call, self._writer, self._snap.reachable
         write.require(f"len(args) == {len(call.args)} and " +
                       (f"[*kwargs] == {list(call.kwargs)!r}" if call.kwargs else "not kwargs"))
-        write.require("global_state() == STATE")
+        write.require("quick_state() == STATE")
         environment = reached.outside.environment
         if environment:
             write.space["variables"] = variables

@@ -113,7 +113,7 @@ class PersistentObjects:
         grads_now = [tensors[i].grad for i in watched]
         write.lines.append(f"w = {write.constant(_picker(watched))}(t)")
         write.require(f"hooks(w) == {write.constant(hooks(tuple([tensors[i] for i in watched])))}")
-        write.lines.append(f"g = list(map({write.constant(attrgetter('grad'))}, w))")
+        write.lines.append("g = grads(w)")
         free = [self._snap.replaces_gradient_of(tensors[i]) for i in watched]
         grads = [(j, grad) for j, grad in enumerate(grads_now) if grad is not None and not free[j]]
         there = [f or grad is None for f, grad in zip(free, grads_now, strict=True)]
@@ -230,8 +230,8 @@ class PersistentObjects:
         if len(others) == len(values):
             return self._writer.constant(values)
         behind = iter(range(len(places), len(places) + len(others)))
-        picker = _picker([places[id(value)] if id(value) in places else next(behind) for value in values])
-        return f"{self._writer.constant(picker)}(" + (f"[*t, *{self._writer.constant(others)}])" if others else "t)")
+        picked = _picker([places[id(value)] if id(value) in places else next(behind) for value in values])
+        return f"{self._writer.constant(picked)}(" + (f"[*t, *{self._writer.constant(others)}])" if others else "t)")
 
     def _is_special(self, value: Any, container: Container) -> bool:
         """True for a value that is not compared by identity with the last one: it has a path of its own."""

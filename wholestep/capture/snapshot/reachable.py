@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from wholestep.capture.guards.compared_values import EXACT_PLAIN, global_state
+from wholestep.capture.guards.compared_values import EXACT_PLAIN, global_state, quick_state
 from wholestep.capture.outside.external_calls import Outside
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import ContainerKind, Contents
@@ -121,7 +121,7 @@ class Reachable:
         self.containers: list[Container] = []
         self.first: dict[int, Source] = {}
         self.tensors: dict[int, TensorInput] = {}
-        self.state = global_state()
+        self.state, self.quick_state = global_state(), quick_state()
         self.metadata: dict[int, tuple[Any, ...]] = {}
         self.generators: dict[int, tuple[torch.Generator, Source]] = {}
         self.outside = Outside(names)

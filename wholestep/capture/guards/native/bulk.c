@@ -7,17 +7,29 @@
 #include <Python.h>
 #include <string.h>
 
-static PyObject *any, *requires_grad; /* any: stands for a value that is compared elsewhere */
+static PyObject *any, *grad; /* any: stands for a value that is compared elsewhere */
 
-/* torch's C interface takes the address of a C++ tensor, which lies within the Python object. */
+/* torch's C interface takes the address of a C++ tensor, which lies within the Python object and refers to what the
+ * methods of C++ take. */
 typedef int32_t get_int_t(void *tensor, int32_t *out);
 typedef int32_t get_long_t(void *tensor, int64_t *out);
 typedef int32_t get_list_t(void *tensor, int64_t **out);
+typedef _Bool get_flag_t(void *tensor);
+typedef void **get_tensor_t(void *tensor);
+typedef int64_t get_number_t(void *tensor);
+typedef void change_t(void *tensor);
+typedef uint8_t setting_t(intptr_t argument);
 static PyTypeObject *base;
 static Py_ssize_t cpp, hook_tables[2]; /* offsets within the Python object */
 static get_int_t *get_dtype, *get_device_type, *get_device_index;
 static get_long_t *get_dim;
 static get_list_t *get_sizes, *get_strides;
+static get_flag_t *requires_grad, *is_inference;
+static get_number_t *get_version;
+static change_t *count_write;
+static get_tensor_t *get_grad;
+enum { FEW_WRITES = 64 }; /* which `advance` counts one by one */
+static void *undefined; /* what a tensor without a gradient has in its place */
 
 /* Whether two keys are one: the same object, or equal texts or whole numbers. */
 static int same_key(PyObject *found, PyObject *expected) {
@@ -180,12 +192,11 @@ static int32_t describe(char *object, int64_t *words, int64_t *dim) {
     void *tensor = object + cpp;
     int64_t *list;
     int32_t dtype, type, index;
-    PyObject *wanted = PyObject_GetAttr((PyObject *)object, requires_grad);
-    if (wanted == NULL || get_dim(tensor, dim) || get_dtype(tensor, &dtype) || get_device_type(tensor, &type) ||
+    if (get_dim(tensor, dim) || get_dtype(tensor, &dtype) || get_device_type(tensor, &type) ||
         get_device_index(tensor, &index) || *dim > 64)
-        return Py_XDECREF(wanted), -1;
-    words[0] = *dim, words[1] = dtype, words[2] = (int64_t)type << 32 | (uint32_t)index, words[3] = wanted == Py_True;
-    Py_DECREF(wanted);
+        return -1;
+    words[0] = *dim, words[1] = dtype, words[2] = (int64_t)type << 32 | (uint32_t)index;
+    words[3] = requires_grad(*(void **)tensor);
     if (get_sizes(tensor, &list))
         return -1;
     memcpy(words + 4, list, sizeof(int64_t) * (size_t)*dim);
@@ -245,13 +256,101 @@ static PyObject *hooks(PyObject *self, PyObject *tensors) {
     return found;
 }
 
+static PyObject *grads(PyObject *self, PyObject *tensors) {
+    (void)self;
+    Py_ssize_t count = PyTuple_Size(tensors);
+    PyObject *found = count < 0 ? NULL : PyList_New(count);
+    for (Py_ssize_t i = 0; found != NULL && i < count; i++) {
+        char *object = tensor_at(tensors, i);
+        int none = object != NULL && *get_grad(*(void **)(object + cpp)) == undefined;
+        PyObject *value = none ? Py_NewRef(Py_None) : object == NULL ? NULL : PyObject_GetAttr((PyObject *)object, grad);
+        if (value == NULL || PyList_SetItem(found, i, value) < 0)
+            return Py_DecRef(found), NULL;
+    }
+    return found;
+}
+
+/* Whether writes to a tensor are counted; C++ raises an exception where one asks for the counter otherwise. */
+static char *counted_at(PyObject *tensors, Py_ssize_t i) {
+    char *object = tensor_at(tensors, i);
+    if (object != NULL && is_inference(object + cpp)) {
+        PyErr_SetString(PyExc_RuntimeError, "Inference tensors do not track version counter.");
+        return NULL;
+    }
+    return object;
+}
+
+static PyObject *versions(PyObject *self, PyObject *tensors) {
+    (void)self;
+    Py_ssize_t count = PyTuple_Size(tensors);
+    PyObject *found = count < 0 ? NULL : PyTuple_New(count);
+    for (Py_ssize_t i = 0; found != NULL && i < count; i++) {
+        char *object = counted_at(tensors, i);
+        PyObject *version = object == NULL ? NULL : PyLong_FromLongLong(get_version(object + cpp));
+        if (version == NULL || PyTuple_SetItem(found, i, version) < 0)
+            return Py_DecRef(found), NULL;
+    }
+    return found;
+}
+
+static PyObject *advance(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *tensors, *wanted;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyTuple_Type, &tensors, &PyTuple_Type, &wanted))
+        return NULL;
+    int reached = 1;
+    for (Py_ssize_t i = 0, count = PyTuple_Size(tensors); i < count; i++) {
+        char *object = counted_at(tensors, i);
+        PyObject *version = object == NULL ? NULL : PyTuple_GetItem(wanted, i);
+        int64_t goal = version == NULL ? 0 : PyLong_AsLongLong(version), now = PyErr_Occurred() ? 0 : get_version(object + cpp);
+        if (PyErr_Occurred())
+            return NULL;
+        for (; now < goal && now + FEW_WRITES >= goal; now++) count_write(object + cpp);
+        reached = reached && now == goal;
+    }
+    return PyBool_FromLong(reached);
+}
+
+static PyObject *identical(PyObject *self, PyObject *args) {
+    (void)self;
+    PyObject *left, *right, *a = NULL, *b = NULL;
+    if (!PyArg_ParseTuple(args, "OO", &left, &right))
+        return NULL;
+    left = PyObject_GetIter(left), right = left == NULL ? NULL : PyObject_GetIter(right);
+    int same = right != NULL;
+    while (same && (a = PyIter_Next(left)) != NULL) {
+        b = PyIter_Next(right);
+        same = a == b;
+        Py_DecRef(a), Py_DecRef(b);
+    }
+    Py_XDECREF(left), Py_XDECREF(right);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(same);
+}
+
+static PyObject *settings(PyObject *self, PyObject *functions) {
+    (void)self;
+    char *pairs;
+    Py_ssize_t size;
+    if (PyBytes_AsStringAndSize(functions, &pairs, &size) < 0)
+        return NULL;
+    intptr_t *words = (intptr_t *)pairs;
+    uint8_t found[64];
+    Py_ssize_t count = size / (Py_ssize_t)(2 * sizeof *words);
+    for (Py_ssize_t i = 0; i < count && i < 64; i++) found[i] = ((setting_t *)words[2 * i])(words[2 * i + 1]);
+    return PyBytes_FromStringAndSize((char *)found, count);
+}
+
 static PyObject *use(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *kind;
-    Py_ssize_t dim, dtype, type, index, sizes, strides;
-    if (!PyArg_ParseTuple(args, "O!(nnn)(nnnnnn)", &PyType_Type, &kind, &cpp, &hook_tables[0], &hook_tables[1], &dim,
-                          &dtype, &type, &index, &sizes, &strides))
+    PyObject *kind, *probe;
+    Py_ssize_t dim, dtype, type, index, sizes, strides, wanted, gradient, inference, version, write;
+    if (!PyArg_ParseTuple(args, "O!(nnn)(nnnnnnnnnnn)O", &PyType_Type, &kind, &cpp, &hook_tables[0], &hook_tables[1],
+                          &dim, &dtype, &type, &index, &sizes, &strides, &wanted, &gradient, &inference, &version,
+                          &write, &probe))
         return NULL;
+    requires_grad = (get_flag_t *)wanted, is_inference = (get_flag_t *)inference, get_grad = (get_tensor_t *)gradient;
+    get_version = (get_number_t *)version, count_write = (change_t *)write;
+    undefined = *get_grad(*(void **)((char *)probe + cpp));
     get_dim = (get_long_t *)dim, get_dtype = (get_int_t *)dtype;
     get_device_type = (get_int_t *)type, get_device_index = (get_int_t *)index;
     get_sizes = (get_list_t *)sizes, get_strides = (get_list_t *)strides;
@@ -266,7 +365,12 @@ static PyMethodDef METHODS[] = {
     {"recall", recall, METH_VARARGS, "Fills a list with what weak references refer to; whether another has the same."},
     {"layouts", layouts, METH_O, "Sizes, strides, dtypes, devices and requires_grad of a tuple of tensors, as bytes."},
     {"hooks", hooks, METH_O, "Hook tables of a tuple of tensors that have any, each with its number."},
-    {"use", use, METH_VARARGS, "Says the class of tensors, offsets within them, and torch's C functions."},
+    {"grads", grads, METH_O, "The gradients of a tuple of tensors."},
+    {"versions", versions, METH_O, "The version counters of a tuple of tensors."},
+    {"advance", advance, METH_VARARGS, "Moves version counters on; whether each is then at a number."},
+    {"identical", identical, METH_VARARGS, "Whether two iterables of one length hold the very same objects."},
+    {"settings", settings, METH_O, "What functions give for their arguments, pairs of words, as bytes."},
+    {"use", use, METH_VARARGS, "Says the class of tensors, offsets within them, torch's functions, a tensor without gradient."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -276,9 +380,9 @@ PyMODINIT_FUNC PyInit__bulk(void) {
     PyObject *module = PyModule_Create(&MODULE);
     if (module == NULL)
         return NULL;
-    requires_grad = PyUnicode_InternFromString("requires_grad");
+    grad = PyUnicode_InternFromString("grad");
     any = PyObject_CallNoArgs((PyObject *)&PyBaseObject_Type);
-    if (any == NULL || requires_grad == NULL || PyModule_AddObjectRef(module, "ANY", any) < 0) {
+    if (any == NULL || grad == NULL || PyModule_AddObjectRef(module, "ANY", any) < 0) {
         Py_DECREF(module);
         return NULL;
     }
