@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
+from operator import add, sub
 from typing import Any
 
 import torch
 
+from wholestep.capture.guards.bulk import count_writes, versions
 from wholestep.co_run.prefix_tree import Results, Unknown, storage_of
 from wholestep.co_run.queue import MISSING, Queue
 from wholestep.co_run.reads import current
@@ -53,9 +55,8 @@ def _defer(update: Update, function: Any, *args: Any, **kwargs: Any) -> None:
     if node is None:
         queue.flush()  # slots that the arguments got are none
         return function(*args, **kwargs)
-    for tensor, count in zip(tensors, node.results, strict=True):
-        for _ in range(count):
-            torch.autograd.graph.increment_version(tensor)
+    counted = tuple(tensors)
+    count_writes(counted, tuple(map(add, versions(counted), node.results)))
     queue.defer(update, key, node, [t for t, n in zip(tensors, node.results, strict=True) if n])
 
 
@@ -66,9 +67,9 @@ def _share_memory(tensors: list[torch.Tensor]) -> bool:
 
 def _counted(tensors: list[torch.Tensor], function: Any, args: Any, kwargs: Any) -> Results:
     """Runs an update, and counts how often it writes each tensor."""
-    counts = [tensor._version for tensor in tensors]
+    counts = versions(tuple(tensors))
     function(*args, **kwargs)
     after = list(tensors_of((args, kwargs)))
     if len(after) != len(tensors) or any(a is not b for a, b in zip(after, tensors, strict=True)):
         raise Unknown  # states were made
-    return tuple([tensor._version - count for tensor, count in zip(tensors, counts, strict=True)])
+    return tuple(map(sub, versions(tuple(tensors)), counts))
