@@ -21,7 +21,7 @@ from wholestep.capturer import Capturer
 from wholestep.co_run import is_deferring
 from wholestep.errors import CaptureError
 from wholestep.report import Explanation, Stage, explain, explain_segments
-from wholestep.runtime import Program, ProgramCache
+from wholestep.runtime import ProgramCache
 from wholestep.step_log import Logged
 from wholestep.step_runner import StepRunner
 from wholestep.torch_compat import modes_active, skipped_by_dynamo, transforms_active
@@ -69,8 +69,10 @@ class Compiled:
         return self if instance is None or not isinstance(self._fn, FunctionType) else MethodType(self, instance)
 
     def __repr__(self) -> str:
-        """Its name, how often it was captured, and the arguments that the last program used serves."""
+        """Its name, how often it was captured, and the arguments that the last program used serves, or how it runs."""
         served = f"\n  {', '.join(self._entries[0].binder.arguments) or 'no tensors'}" if self._entries else ""
+        if self._runner.co_run is not None:
+            served = f"\n  {self._runner.co_run}"
         return f"<Compiled {self._title}, captures: {self.captures}, recompiles: {len(self.recompiles)}>{served}"
 
     @property
@@ -148,11 +150,6 @@ class Compiled:
         with self._lock, no_collection():
             return self._capturer.stages(args, kwargs)
 
-    def _latest(self) -> Program:
-        if not self._entries:
-            raise ValueError("nothing is captured yet: call the step once first")
-        return self._entries[0].program
-
     @property
     def specialized(self) -> list[str]:
         """The sizes that are no symbols although they vary, or ``dynamic=True`` wants it, and the line that decided."""
@@ -185,10 +182,23 @@ class Compiled:
 
     @property
     def graphs(self) -> list[fx.GraphModule]:
-        """The captured graphs, after all passes; the latest used comes first."""
-        return list({id(e.program): e.program.step.gm for e in self._entries}.values())
+        """The captured graphs, after all passes; the latest used comes first.
+
+        Of a step whose Python runs at each call, those of the last call's segments, in order.
+        """
+        co_run = self._runner.co_run
+        programs = [e.program for e in self._entries] if co_run is None else [program for _, program in co_run.served]
+        return list({id(program): program.step.gm for program in programs}.values())
 
     @property
     def code(self) -> str:
-        """The generated program that served last, as readable Python."""
-        return self._latest().code
+        """The generated program that served last, as readable Python: of each segment, where the step's Python runs.
+
+        Raises:
+            ValueError: there is none, as before the first call.
+        """
+        if self._runner.co_run is not None:
+            return self._runner.co_run.code
+        if not self._entries:
+            raise ValueError("nothing is captured yet: call the step once first")
+        return self._entries[0].program.code

@@ -122,3 +122,29 @@ def test_explain_says_why_and_in_which_segments() -> None:
     assert [operators for operators, _, _ in found.segments] == [4, 1] or found.eager
     assert not found.segments or found.segments[0][1] >= 4 * 64 * 64 and f"{__file__}:" in found.segments[0][2]
     assert "because: " in str(found)
+
+
+def test_the_code_and_the_graphs_of_segments() -> None:
+    def step(x: Tensor) -> Tensor:
+        y = x * 2 + 1
+        seen.append(float(f"{y.sum()}"))
+        return y.sin()
+
+    seen: list[float] = []
+    compiled, x = ws.compile(step), torch.ones(64, 64)
+    compiled(x)
+    with pytest.raises(ValueError, match="call the step again"):
+        print(compiled.code)
+    assert compiled.graphs == []
+    for _ in range(2):
+        compiled(x)
+    titles = [line for line in compiled.code.split("\n") if " operators, run at " in line]
+    assert [title.split()[1] for title in titles] == ["4", "1"] and all(f"{__file__}:" in title for title in titles)
+    assert compiled.code.count("def run(") == len(compiled.graphs) == 2
+    assert repr(compiled).endswith("its Python runs at each call, segments: 2")
+    assert any("sin" in str(node.target) for node in compiled.graphs[1].graph.nodes)
+    for _ in range(40):
+        compiled(x)
+    if compiled.explain(x).eager:
+        with pytest.raises(ValueError, match="runs in eager"):
+            print(compiled.code)

@@ -15,6 +15,7 @@ from wholestep.errors import CaptureError
 from wholestep.ir import NodeInfo
 from wholestep.lower import lower
 from wholestep.pipeline import Options, capture, of_one_rank
+from wholestep.runtime import Program
 from wholestep.trace.record.inputs import flat_memory
 
 
@@ -190,7 +191,10 @@ class CapturedSegment:
         binds: for each input, what gives it.
         indices: for each input, that of the tensor, or of the number as ``~index``.
         constants: index of a number -> the value that the program is for.
+        number: of the program, among those of its step.
     """
+
+    number = 0
 
     def __init__(
         self, segment: Segment, tensors: Sequence[torch.Tensor], numbers: Sequence[float], varying: frozenset[int],
@@ -224,7 +228,11 @@ class CapturedSegment:
 
 
 class SegmentProgram(CapturedSegment):
-    """A segment's program."""
+    """A segment's program.
+
+    Attributes:
+        program: graph and generated code, for people.
+    """
 
     def __init__(
         self, segment: Segment, tensors: Sequence[torch.Tensor], numbers: Sequence[float], varying: frozenset[int],
@@ -232,8 +240,9 @@ class SegmentProgram(CapturedSegment):
     ) -> None:  # fmt: skip
         super().__init__(segment, tensors, numbers, varying)
         step = of_one_rank(self.traced, options, ())
-        del self.traced
         self.run = lower(step, options.backend)
+        self.program = Program(step, self.run, self.traced.fingerprint)
+        del self.traced
 
     def __call__(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
         """Runs it: writes what the segment writes, and the destinations."""

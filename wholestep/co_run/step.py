@@ -21,6 +21,7 @@ from wholestep.co_run.segment import Segment, SegmentProgram, same
 from wholestep.errors import CaptureError, DistError, PlanError
 from wholestep.patches import Patches, Replacement
 from wholestep.pipeline import Options
+from wholestep.runtime import Program
 from wholestep.torch_compat import below_autograd, nested_compiles
 from wholestep.trace.record.provenance import user_line
 
@@ -52,6 +53,7 @@ class CoRun:
         refused: why segments run operator by operator, one reason each.
         segments: the segments that were compiled: the number of operators, bytes of results that outlive them, and the
             line that ends them.
+        served: the programs that ran in the last call whose operators were deferred, each with its number among these.
         eager: why the step runs as it is; empty where its operators are deferred.
     """
 
@@ -65,6 +67,7 @@ class CoRun:
         self._whole_updates = True  # of lists of parameters, as one call each; unless one decides on numbers
         self.refused: list[str] = []
         self.segments: list[tuple[int, int, str]] = []
+        self.served: list[tuple[int, Program]] = []
         self.eager = ""
         self._calls = 0
         self._times: dict[bool, list[float]] = {False: [], True: []}  # of deferred calls, and of eager ones
@@ -84,6 +87,7 @@ class CoRun:
         if self._exposed is None:
             self._exposed = ExposedMemory(self._step, args, kwargs)
         queue = Queue(self._signatures, self._serve, self._ranks, self._exposed)
+        self.served.clear()
         programs, begin = len(self.segments), time.perf_counter()
         try:
             return self._deferred(queue, args, kwargs)
@@ -92,6 +96,26 @@ class CoRun:
             known = queue.known and programs == len(self.segments)
             if len(deferred) < TIMED and (known or self._calls > LEARNING):
                 deferred.append(time.perf_counter() - begin)
+
+    def __repr__(self) -> str:
+        return f"its Python runs at each call, {'in eager' if self.eager else f'segments: {len(self.segments)}'}"
+
+    @property
+    def code(self) -> str:
+        """The generated programs of the last call.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if self.eager:
+            raise ValueError(f"the step runs in eager, without a program: {self.eager}")
+        if not self.served:
+            raise ValueError("no segment is compiled yet: one is when its operators come again, so call the step again")
+        texts: list[str] = []
+        for number, program in self.served:
+            operators, _, line = self.segments[number]
+            texts.append(f"# {operators} operators, run at {line}\n{program.code}")
+        return "\n\n".join(texts)
 
     def _deferred(self, queue: Queue, args: Any, kwargs: Any) -> Any:
         thread, ranks = threading.get_ident(), self._ranks
@@ -134,6 +158,8 @@ class CoRun:
             self._ranks.begin(program)
         if program is None:
             program = self._compiled(node, segment, tensors, numbers, varying)
+        if program is not None:
+            self.served.append((program.number, program.program))
         if program is None:
             with below_autograd():  # which counted the writes when they were deferred
                 segment.run(tensors, numbers)
@@ -173,7 +199,7 @@ class CoRun:
                     self.refused.append(f"{type(error).__name__}: {error}")
                 node.refused.add(key)
                 return None
-        node.programs[key] = program
+        node.programs[key], program.number = program, len(self.segments)
         kept = sum(t.nbytes for t in tensors[len(segment.externals) :])
         self.segments.append((len(segment.calls), kept, user_line()))
         return program
