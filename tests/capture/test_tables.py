@@ -68,7 +68,9 @@ def test_bad_arguments():
     with pytest.raises(TypeError):
         native.hooks((None,))
     with pytest.raises(TypeError):
-        native.versions((None,))
+        native.versions((None,), (1,))
+    with pytest.raises(TypeError):
+        native.versions((torch.ones(1),), ("a",))
     with pytest.raises(IndexError):
         native.advance((torch.ones(1),), ())
     assert bulk.identical([ONE, OTHER], (ONE, OTHER)) and not bulk.identical([ONE, OTHER], [ONE, ONE])
@@ -149,15 +151,16 @@ def test_version_counters():
     tensors = torch.ones(2), torch.nn.Parameter(torch.ones(2)), torch.ones(2, 2)[0]
     for goal in ((1, 0, 3), (200, 5, 3), (0, 4, 1)):  # some steps, many, back
         bulk.count_writes(tensors, goal)
-        assert bulk.versions(tensors) == bulk._versions(tensors) == goal
+        for form in (bulk.versions, bulk._versions):
+            assert form(tensors, (0, 0, 0)) == goal and form(tensors, (1, 0, 2)) == (goal[0] + 1, goal[1], goal[2] + 2)
     view = tensors[0][:1]
     bulk.count_writes((tensors[0], view), (7, 9))
     assert tensors[0]._version == view._version == 9
     with torch.inference_mode():
         uncounted = torch.ones(1)
-    for form in (bulk.versions, bulk._versions, lambda t: bulk.count_writes(t, (1,))):
+    for form in (bulk.versions, bulk._versions, bulk.count_writes):
         with pytest.raises(RuntimeError, match="Inference tensors do not track version counter"):
-            form((uncounted,))
+            form((uncounted,), (1,))
 
 
 SETTINGS: list[tuple[Callable[[], object], Callable[[object], object], object]] = [

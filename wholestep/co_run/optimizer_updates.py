@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from operator import add, sub
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ def _defer(update: Update, function: Any, *args: Any, **kwargs: Any) -> None:
         queue.flush()  # slots that the arguments got are none
         return function(*args, **kwargs)
     counted = tuple(tensors)
-    count_writes(counted, tuple(map(add, versions(counted), node.results)))
+    count_writes(counted, versions(counted, node.results))
     queue.defer(update, key, node, [t for t, n in zip(tensors, node.results, strict=True) if n])
 
 
@@ -67,9 +66,9 @@ def _share_memory(tensors: list[torch.Tensor]) -> bool:
 
 def _counted(tensors: list[torch.Tensor], function: Any, args: Any, kwargs: Any) -> Results:
     """Runs an update, and counts how often it writes each tensor."""
-    counts = versions(tuple(tensors))
+    counts = [tensor._version for tensor in tensors]
     function(*args, **kwargs)
     after = list(tensors_of((args, kwargs)))
     if len(after) != len(tensors) or any(a is not b for a, b in zip(after, tensors, strict=True)):
         raise Unknown  # states were made
-    return tuple(map(sub, versions(tuple(tensors)), counts))
+    return tuple([tensor._version - count for tensor, count in zip(tensors, counts, strict=True)])

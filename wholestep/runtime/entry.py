@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from operator import add
 from typing import Any
 
 import torch
@@ -177,7 +176,7 @@ class Entry:
             if after > before:
                 values[index].untyped_storage().resize_(after)
         written = tuple([values[i] for i in self.written])
-        counts = tuple(map(add, versions(written), self.times))
+        counts = versions(written, self.times)
         slots: dict[int, torch.Tensor] = {}
         if self.plan is None:
             outputs = self._outputs(values, args)

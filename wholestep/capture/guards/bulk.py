@@ -38,9 +38,9 @@ def _grads(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
     return [tensor.grad for tensor in tensors]
 
 
-def _versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """The version counters of tensors."""
-    return tuple([tensor._version for tensor in tensors])
+def _versions(tensors: tuple[torch.Tensor, ...], writes: tuple[int, ...]) -> tuple[int, ...]:
+    """The version counters of tensors after so many more writes to each."""
+    return tuple([tensor._version + more for tensor, more in zip(tensors, writes, strict=True)])
 
 
 def _reads_tensors() -> bool:

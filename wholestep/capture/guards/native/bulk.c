@@ -280,13 +280,19 @@ static char *counted_at(PyObject *tensors, Py_ssize_t i) {
     return object;
 }
 
-static PyObject *versions(PyObject *self, PyObject *tensors) {
+static PyObject *versions(PyObject *self, PyObject *args) {
     (void)self;
+    PyObject *tensors, *writes;
+    if (!PyArg_ParseTuple(args, "O!O!", &PyTuple_Type, &tensors, &PyTuple_Type, &writes))
+        return NULL;
     Py_ssize_t count = PyTuple_Size(tensors);
-    PyObject *found = count < 0 ? NULL : PyTuple_New(count);
+    PyObject *found = PyTuple_New(count);
     for (Py_ssize_t i = 0; found != NULL && i < count; i++) {
         char *object = counted_at(tensors, i);
-        PyObject *version = object == NULL ? NULL : PyLong_FromLongLong(get_version(object + cpp));
+        PyObject *more = object == NULL ? NULL : PyTuple_GetItem(writes, i), *version = NULL;
+        int64_t added = more == NULL ? 0 : PyLong_AsLongLong(more);
+        if (!PyErr_Occurred())
+            version = PyLong_FromLongLong(get_version(object + cpp) + added);
         if (version == NULL || PyTuple_SetItem(found, i, version) < 0)
             return Py_DecRef(found), NULL;
     }
@@ -366,7 +372,7 @@ static PyMethodDef METHODS[] = {
     {"layouts", layouts, METH_O, "Sizes, strides, dtypes, devices and requires_grad of a tuple of tensors, as bytes."},
     {"hooks", hooks, METH_O, "Hook tables of a tuple of tensors that have any, each with its number."},
     {"grads", grads, METH_O, "The gradients of a tuple of tensors."},
-    {"versions", versions, METH_O, "The version counters of a tuple of tensors."},
+    {"versions", versions, METH_VARARGS, "The version counters of a tuple of tensors after so many more writes to each."},
     {"advance", advance, METH_VARARGS, "Moves version counters on; whether each is then at a number."},
     {"identical", identical, METH_VARARGS, "Whether two iterables of one length hold the very same objects."},
     {"settings", settings, METH_O, "What functions give for their arguments, pairs of words, as bytes."},
