@@ -46,6 +46,7 @@ class FastPath:
         self.snap, self.writer = snap, CodeWriter(snap.reachable.quick_state)
         self._per_call = PerCallObjects(snap, self.writer, replaced, sizeless)
         self._persistent = PersistentObjects(snap, self.writer, self._per_call, inputs)
+        self._per_call.compare_quickly()
         self._persistent.gather()
         self._per_call.compare()
         self._persistent.compare()

@@ -47,14 +47,15 @@ class PerCallObjects:
         self, snap: Snapshot, writer: CodeWriter, replaced: Set[tuple[str, Any]], sizeless: frozenset[str]
     ) -> None:
         self._snap, self._writer, self._sizeless = snap, writer, sizeless
-        self._roots = snap.reachable.roots[:-1]
+        roots, numbers = snap.reachable.roots[:-1], {number.source.path for number in snap.numbers}
+        self._fixed = [(source, value) for source, value in roots if source.path not in numbers]
         self._containers: dict[int, list[Container]] = {}
         for container in snap.containers:
             self._containers.setdefault(id(container.owner), []).append(container)
         self.ids: set[int] = set()
         self.tables: set[int] = set()
         self.tensors: list[tuple[str, torch.Tensor]] = []
-        for _, value in self._roots:
+        for _, value in roots:
             self._mark(value)
         places = {path for path, _ in replaced}
         for container in snap.containers:
@@ -103,8 +104,8 @@ class PerCallObjects:
 
     # the code that compares them -----------------------------------------------------------------------
 
-    def compare(self) -> None:
-        """Compares the arguments, and what the step has read of the world outside."""
+    def compare_quickly(self) -> None:
+        """Compares settings, flags and objects among the arguments: they are what differs where programs take turns."""
         call, write, reached = self._snap.call, self._writer, self._snap.reachable
         write.require(f"len(args) == {len(call.args)} and " +
                       (f"[*kwargs] == {list(call.kwargs)!r}" if call.kwargs else "not kwargs"))
@@ -113,10 +114,18 @@ class PerCallObjects:
         if environment:
             write.space["variables"] = variables
             write.require(f"variables({write.constant([*environment])}) == {write.constant([*environment.values()])}")
-        numbers = {number.source.path for number in self._snap.numbers}
-        for source, value in self._roots:
-            if source.path not in numbers:
+        for source, value in self._fixed:
+            if self._is_one_value(value):
                 self.compare_value(source.path, value)
+
+    def compare(self) -> None:
+        """Compares the other arguments, and what else the step has read of the world outside."""
+        for source, value in self._fixed:
+            if not self._is_one_value(value):
+                self.compare_value(source.path, value)
+
+    def _is_one_value(self, value: Any) -> bool:
+        return is_plain(value) or not (isinstance(value, torch.Tensor) or id(value) in self.ids)
 
     def compare_value(self, expression: str, value: Any, keeps: bool = False) -> None:
         """Requires that an expression gives an equal of ``value``.
