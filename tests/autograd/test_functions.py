@@ -618,6 +618,30 @@ def test_reentrant_checkpoints_inside_of_a_module_whose_backward_runs_outside(pr
     assert same(seen[0], seen[1]) and same(seen[0], seen[2])
 
 
+def test_what_reentrant_checkpoints_are_given_has_gradients_as_leaves_have() -> None:
+    """Summed within each, and laid out as the tensor: sums over a dimension round by the layout."""
+    inner, outer = nn.Linear(8, 16), nn.Linear(8, 8)
+
+    def block(x: Tensor, c: Tensor) -> Tensor:
+        scale, shift = inner(c).chunk(2, 1)
+        return x * (1 + scale.unsqueeze(1)) + (shift * c.sin()).unsqueeze(1)
+
+    def fn(x: Tensor, c: Tensor) -> Tensor:
+        x, c = outer(x).transpose(1, 2).contiguous().transpose(1, 2), c * 2
+        for _ in range(2):
+            x = torch.utils.checkpoint.checkpoint(block, x, c, use_reentrant=True)
+        return outer(x)
+
+    compiled, x, seen = ws.compile(fn, fullgraph=True), torch.randn(4, 33, 8), []
+    for call in (fn, compiled, compiled):
+        c = torch.linspace(-1, 1, 32).view(4, 8).requires_grad_()
+        params = [*inner.parameters(), *outer.parameters()]
+        inner.zero_grad(), outer.zero_grad()
+        call(x, c).square().sum().backward()
+        seen.append([c.grad, *(p.grad for p in params)])
+    assert same(seen[0], seen[1]) and same(seen[0], seen[2])
+
+
 def packing(x: Tensor) -> Tensor:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 1, lambda t: t):
         return (x * 2).t().prod() + x.view(2, 14).prod(1).sum()

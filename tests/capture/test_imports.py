@@ -51,6 +51,9 @@ def test_a_first_import_is_executed_once_with_real_tensors(step, fullgraph, tmp_
     capsys.readouterr()
     assert torch.equal(first_call(compiled, x), expected)
     assert torch.equal(compiled(x), expected)
+    walked = [entry.binder.slow_calls for entry in compiled._entries]
+    assert torch.equal(compiled(x), expected)
+    assert walked == [entry.binder.slow_calls for entry in compiled._entries]  # what imports keep there is no matter
     assert capsys.readouterr().out == "executed\n"
     module = sys.modules["imported_by_a_step"]
     assert type(module.kept) is torch.Tensor and module.kept.tolist() == [1, 1, 1]

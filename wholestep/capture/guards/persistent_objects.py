@@ -172,7 +172,8 @@ class PersistentObjects:
                 # not by the keys, which may be tensors: `in` would compare their elements
                 known = [ANY if key in container.ignored or self._is_special(before[key], container) else before[key]
                          for key in before]  # fmt: skip
-                tables.append((value, (*before,), (*known,), kind is not kinds.ATTRIBUTES))
+                left = [name for name in value if kinds.is_left_out(value, name)] if kind is kinds.MODULE else []
+                tables.append((value, (*before, *left), (*known, *[ANY] * len(left)), kind is kinds.MAPPING))
                 for key in special if id(value) not in self._whole else ():
                     self._by_path(container, key)
             elif kind is kinds.GLOBALS and value.library is not None:

@@ -150,8 +150,13 @@ class UsedGlobals:
 _OF_IMPORTS = frozenset({"__loader__", "__spec__", "__builtins__"})  # what Python's imports keep there, not the user
 
 
+def is_left_out(table: dict[str, Any], name: str) -> bool:
+    """Whether what a module's table has by a name is no matter."""
+    return name in _OF_IMPORTS or is_put_into(table, name)
+
+
 def _read_module(table: dict[str, Any]) -> Contents:
-    return {name: v for name, v in [*table.items()] if name not in _OF_IMPORTS and not is_put_into(table, name)}
+    return {name: value for name, value in [*table.items()] if not is_left_out(table, name)}
 
 
 def _read_globals(used: UsedGlobals) -> Contents:

@@ -21,7 +21,7 @@ from torch.utils import checkpoint as checkpoints
 from wholestep.capture.outside.torch_settings import Settings
 from wholestep.capture.substitutes.detached_aliases import refuse_outside
 from wholestep.errors import UnsupportedError
-from wholestep.ir import Gradient, wanted_mean
+from wholestep.ir import Gradient, is_dense, wanted_mean
 from wholestep.patches import Replacement, original, patched, reading
 from wholestep.torch_compat import (
     CHECKPOINT_OPERATORS,
@@ -151,11 +151,28 @@ def _size_aware(recorder: Recorder) -> list[Replacement]:
 SIZE_METHODS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")]
 
 
+class _CheckpointInput(torch.autograd.Function):
+    """What a reentrant checkpoint differentiates as a leaf: gradients are summed within, and lie as it does."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.stride = tensor.stride() if is_dense(tensor.shape, tensor.stride()) else None
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if ctx.stride is None or grad.stride() == ctx.stride:
+            return grad if ctx.stride is not None else grad.contiguous()
+        return grad.new_empty_strided(grad.shape, ctx.stride).copy_(grad)
+
+
 def _checkpointed(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
     """A checkpoint that gives gradients where a reentrant one does, and runs no backward inside of another."""
     checkpoints.check_backward_validity(args)
-    if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+    wanted = [torch.is_grad_enabled() and isinstance(a, torch.Tensor) and a.requires_grad for a in args]
+    if any(wanted):
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+        args = tuple([_CheckpointInput.apply(a) if leaf else a for a, leaf in zip(args, wanted, strict=True)])
         return checkpoints.checkpoint(function, *args, **options)
     with torch.no_grad():
         return function(*args)
