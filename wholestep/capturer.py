@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from wholestep import pipeline
-from wholestep.capture import GuardFailure, InitialState, materialize_fakes, no_collection, snapshot
+from wholestep.capture import Args, GuardFailure, InitialState, Kwargs, materialize_fakes, no_collection, snapshot
 from wholestep.deferred_init import allocated, any_deferred, record_of
 from wholestep.errors import PACKAGE, CaptureError, UnsupportedError
 from wholestep.ir import StepGraph
@@ -36,11 +36,7 @@ class Capturer:
     """
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        options: pipeline.Options,
-        take: pipeline.TakeSnapshot,
-        dynamic: bool | None,
+        self, fn: Callable[..., Any], options: pipeline.Options, take: pipeline.TakeSnapshot, dynamic: bool | None
     ) -> None:
         self._fn, self._options, self._take, self._dynamic = fn, options, take, dynamic
         self._overrides = Overrides(options.module_override)
@@ -50,9 +46,7 @@ class Capturer:
         self._varying: frozenset[str] = frozenset()
         self._fixed: frozenset[str] = frozenset()
 
-    def entry(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], failure: GuardFailure, entries: ProgramCache
-    ) -> Entry:
+    def entry(self, args: Args, kwargs: Kwargs, failure: GuardFailure, entries: ProgramCache) -> Entry:
         """An entry that serves a call.
 
         Args:
@@ -120,7 +114,7 @@ class Capturer:
             self.known.initial.drop()
             self.known.initial = None
 
-    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any], varying: frozenset[str]) -> Entry:
+    def _build(self, args: Args, kwargs: Kwargs, varying: frozenset[str]) -> Entry:
         """Captures with a number that was another before as an input, or as it is where that cannot be."""
         def make(inputs: frozenset[str]) -> Entry:
             how = self._options, self.known, inputs, self._taking(), self._overrides.transforming
@@ -146,7 +140,7 @@ class Capturer:
         self._varying = inputs
         return entry
 
-    def deferred(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    def deferred(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         """Tensors that the step can see and that have no values yet."""
         seen = snapshot(self._fn, args, kwargs).tensors.values() if any_deferred() else ()
         return [found.tensor for found in seen if record_of(found.tensor) is not None]
@@ -156,9 +150,7 @@ class Capturer:
         replacing = overrides or self._overrides
         return functools.partial(self._take, replace=replacing.replace) if replacing.overrides else self._take
 
-    def _can_vary(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], others: frozenset[str], path: str
-    ) -> frozenset[str]:
+    def _can_vary(self, args: Args, kwargs: Kwargs, others: frozenset[str], path: str) -> frozenset[str]:
         """The path, if the number there can be an input."""
         try:
             pipeline.capture(self._fn, args, kwargs, others | {path}, self._options.decides, take=self._taking())
@@ -166,7 +158,7 @@ class Capturer:
             return frozenset()
         return frozenset([path])
 
-    def _dry_capture(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Traced, bool]:
+    def _dry_capture(self, args: Args, kwargs: Kwargs) -> tuple[Traced, bool]:
         """A capture that no call is served from, and whether it is of real tensors."""
         given, executor = args, self._options.executor
         fn, args, kwargs = materialize_fakes(self._fn, args, kwargs)
@@ -181,7 +173,7 @@ class Capturer:
             finally:
                 initial.drop()
 
-    def of_one_rank(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[StepGraph, StepGraph]:
+    def of_one_rank(self, args: Args, kwargs: Kwargs) -> tuple[StepGraph, StepGraph]:
         """What a call's capture records, and the graph that this rank would run of it. Nothing runs."""
         traced, real = self._dry_capture(args, kwargs)
         key = self._options.executor.key(traced.step, traced.fingerprint)
@@ -193,7 +185,7 @@ class Capturer:
                 self.known.steps[key] = step
         return traced.step, step
 
-    def stages(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Stage]:
+    def stages(self, args: Args, kwargs: Kwargs) -> list[Stage]:
         """What each pass makes of the graph of a call."""
         traced, _ = self._dry_capture(args, kwargs)
         found: list[Stage] = []

@@ -16,12 +16,12 @@ import torch
 from torch import fx
 
 from wholestep import pipeline
-from wholestep.capture import Guard, no_collection, snapshot
+from wholestep.capture import Args, Guard, Kwargs, no_collection, snapshot
 from wholestep.capturer import Capturer
 from wholestep.co_run import is_deferring
 from wholestep.errors import CaptureError
 from wholestep.report import Explanation, Stage, explain, explain_segments
-from wholestep.runtime import ProgramCache
+from wholestep.runtime import ProgramCache, Ready
 from wholestep.step_log import Logged
 from wholestep.step_runner import StepRunner
 from wholestep.torch_compat import modes_active, skipped_by_dynamo, transforms_active
@@ -93,7 +93,7 @@ class Compiled:
             return self._fn(*args, **kwargs)
         return self.serve(args, kwargs)
 
-    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None = None) -> Any:
+    def serve(self, args: Args, kwargs: Kwargs, ready: Ready = None) -> Any:
         """One call of the step.
 
         Args:

@@ -17,8 +17,10 @@ from weakref import WeakValueDictionary
 from wholestep.aot_autograd import Joint, MemoryBudget, Partition, default_partition, fit_memory
 from wholestep.aot_autograd.differentiate import differentiate
 from wholestep.capture import (
+    Args,
     Binder,
     InitialState,
+    Kwargs,
     PartsOf,
     Snapshot,
     forget,
@@ -120,8 +122,8 @@ class Known:
 
 def build(
     fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     options: Options,
     known: Known,
     varying: frozenset[str] = frozenset(),
@@ -270,8 +272,8 @@ def is_tracing() -> bool:
 
 def capture(
     fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     varying: frozenset[str] = frozenset(),
     decides: bool = False,
     differentiable: bool = True,

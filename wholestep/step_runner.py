@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from wholestep.capture import GuardFailure
+from wholestep.capture import Args, GuardFailure, Kwargs
 from wholestep.capturer import Capturer
 from wholestep.co_run import CoRun
 from wholestep.deferred_init import fill
 from wholestep.errors import BreakError, CaptureError, LazyError, WholestepError
 from wholestep.pipeline import Options
-from wholestep.runtime import Entry, ProgramCache
+from wholestep.runtime import Entry, ProgramCache, Ready
 from wholestep.step_log import collecting
 from wholestep.torch_compat import needs_memory
 from wholestep.trace.numbers.dynamic_shapes import shapes
@@ -44,20 +44,18 @@ class StepRunner:
         self.eager_calls = 0
         self.co_run: CoRun | None = None
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None) -> Any:
+    def run(self, args: Args, kwargs: Kwargs, ready: Ready) -> Any:
         """One call; see `Compiled.serve`."""
         if not self._executor.is_distributed:
-            return self._serve(args, kwargs, ready, Entry.__call__)
+            return self._serve(args, kwargs, ready)
         self._executor.preflight.begin_call(getattr(self._fn, "__qualname__", type(self._fn).__name__))
         try:
-            return self._serve(args, kwargs, ready, self._run_on_ranks)
+            return self._serve(args, kwargs, ready)
         except BaseException as error:
             self._executor.preflight.abort_call(error)
             raise
 
-    def _serve(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None, run: Callable[..., Any]
-    ) -> Any:
+    def _serve(self, args: Args, kwargs: Kwargs, ready: Ready) -> Any:
         """Serves a call by a program that is there, else as `_serve_new` does."""
         entries = self._entries
         if self.co_run is not None and not self._executor.plain:  # on all ranks
@@ -67,7 +65,7 @@ class StepRunner:
         walks = self.co_run is None or entries.calls % CALLS_A_WALK == 0
         broken: BreakError | None = None
         try:
-            outcome = entries.serve(args, kwargs, ready, run, of_shapes, walks)
+            outcome = entries.serve(args, kwargs, ready, self._run, of_shapes, walks)
         except BreakError as error:  # another rank cannot replay this call
             broken = error  # the step may ask for the error that is being handled: it runs when none is
         if broken is not None:
@@ -76,12 +74,9 @@ class StepRunner:
             return outcome
         if self.co_run is not None:
             return self.co_run(*args, **kwargs)
-        return self._serve_new(outcome, of_shapes, args, kwargs, ready, run)
+        return self._serve_new(outcome, of_shapes, args, kwargs, ready)
 
-    def _serve_new(
-        self, failure: GuardFailure, of_shapes: Any, args: tuple[Any, ...], kwargs: dict[str, Any],
-        ready: Callable[[], Any] | None, run: Callable[..., Any],
-    ) -> Any:  # fmt: skip
+    def _serve_new(self, failure: GuardFailure, of_shapes: Any, args: Args, kwargs: Kwargs, ready: Ready) -> Any:
         """Serves a call that no program does: in eager, by the step's Python from now on, or by a new capture."""
         entries, options = self._entries, self._options
         if failure.outcomes and options.may_run_python and not entries.may_branch():
@@ -98,10 +93,10 @@ class StepRunner:
             entry = self._capture(args, kwargs, outcome)
             if isinstance(entry, Exception):
                 return self._run_python(entry, args, kwargs)
-            outcome = self._first_call(entry, args, kwargs, ready, run)
+            outcome = self._first_call(entry, args, kwargs, ready)
         return outcome
 
-    def _capture(self, args: tuple[Any, ...], kwargs: dict[str, Any], failure: GuardFailure) -> Entry | Exception:
+    def _capture(self, args: Args, kwargs: Kwargs, failure: GuardFailure) -> Entry | Exception:
         """A new entry; or the error that ended its capture, where the step's Python may run instead."""
         try:
             entry = self._capturer.entry(args, kwargs, failure, self._entries)
@@ -116,11 +111,11 @@ class StepRunner:
         self._entries.add(entry, self._capturer.many_sizes)
         return entry
 
-    def _first_call(self, entry: Entry, args: Any, kwargs: Any, ready: Any, run: Callable[..., Any]) -> Any:
+    def _first_call(self, entry: Entry, args: Args, kwargs: Kwargs, ready: Ready) -> Any:
         """Serves the call that an entry was captured for; where that fails, optimizers have no state, as before."""
         try:
             values = entry.binder(args, kwargs)
-            outcome = run(entry, values, args, kwargs, ready) if type(values) is list else values
+            outcome = self._run(entry, values, args, kwargs, ready) if type(values) is list else values
             if type(outcome) is not GuardFailure:
                 self._capturer.keep()
             elif not outcome.outcomes or not self._capturer.from_template:
@@ -129,10 +124,12 @@ class StepRunner:
         finally:
             self._capturer.undo()
 
-    def _run_on_ranks(
-        self, entry: Entry, values: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any],
-        ready: Callable[[], Any] | None,
-    ) -> Any:  # fmt: skip
+    @property
+    def _run(self) -> Callable[..., Any]:
+        """Runs an entry; called as `Entry` is."""
+        return self._run_on_ranks if self._executor.is_distributed else Entry.__call__
+
+    def _run_on_ranks(self, entry: Entry, values: list[Any], args: Args, kwargs: Kwargs, ready: Ready) -> Any:
         """Runs a program whose ranks wait for each other: all begin together, and learn when one fails on its way."""
         running = False
 
@@ -160,7 +157,7 @@ class StepRunner:
             return False  # the user's passes or backend have failed, which running the step otherwise would hide
         return options.may_run_python and self._executor.preflight.announce_break(error)
 
-    def _run_python(self, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_python(self, error: Exception, args: Args, kwargs: Kwargs) -> Any:
         """Serves a call that cannot be captured by the step's Python, and all those to come that no program serves."""
         _let_go(error)
         if isinstance(error, LazyError):  # the call that gives lazy modules their parameters

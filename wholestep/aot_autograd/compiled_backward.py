@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from wholestep.aot_autograd.autograd_graph import Engine, Structure, free, structure
-from wholestep.capture import Call, Snapshot, TensorInput
+from wholestep.capture import Args, Call, Kwargs, Snapshot, TensorInput
 from wholestep.errors import CaptureError, GraphError, LoweringError, UnsupportedError
 from wholestep.torch_compat import FakeTensor, dispatch_modes_active, storage_id
 from wholestep.trace.operators.data_dependent_formulas import by_data
@@ -39,7 +39,7 @@ class Served(Protocol):
 
     @property
     def captures(self) -> int: ...
-    def serve(self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any]) -> Any: ...
+    def serve(self, args: Args, kwargs: Kwargs, ready: Callable[[], Any]) -> Any: ...
 
 
 # (function, backend, look) -> a compiled step: the later stages, which this room cannot know.
@@ -74,9 +74,7 @@ class SavedSnapshot(Snapshot):
         return replace(found, detached=True) if found is not None else None
 
 
-def _look(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], varying: frozenset[str] = frozenset()
-) -> Snapshot:
+def _look(fn: Callable[..., Any], args: Args, kwargs: Kwargs, varying: frozenset[str] = frozenset()) -> Snapshot:
     return SavedSnapshot(Call(fn, args, kwargs), varying=varying)
 
 

@@ -65,6 +65,11 @@ def referent(reference: Any) -> Any:
 
 # Where a chain begins -----------------------------------------------------------------------------------
 
+# What a step is called with.
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+
+
 
 @dataclass(frozen=True)
 class Call:
@@ -75,8 +80,8 @@ class Call:
     """
 
     fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    args: Args
+    kwargs: Kwargs
     replaced: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from wholestep.capture import Call, InitialState, Snapshot
+from wholestep.capture import Args, Call, InitialState, Kwargs, Snapshot
 from wholestep.co_run.operators import Facts, Kind
 from wholestep.co_run.prefix_tree import Results, Unknown, described, place_of, storage_of
 from wholestep.co_run.rank_program import Mark, Named, RankProgram
@@ -54,7 +54,7 @@ class Ranks:
         self._buffers = BufferBroadcast(groups, self._accumulates, self._broadcasting)
 
     @contextmanager
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], queue: Recording) -> Iterator[list[Replacement]]:
+    def call(self, args: Args, kwargs: Kwargs, queue: Recording) -> Iterator[list[Replacement]]:
         """One call of the step, in which tensors of which this rank has a part are whole.
 
         Gives replacements for functions of torch's that are to hold inside of it.

@@ -11,7 +11,7 @@ import queue
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.machinery import EXTENSION_SUFFIXES
 from types import FrameType, FunctionType
 from typing import Any
@@ -20,7 +20,7 @@ import numpy
 import torch
 from torch.utils import dlpack
 
-from wholestep.capture import setters, unguarded_in_sight
+from wholestep.capture import Args, Kwargs, setters, unguarded_in_sight
 from wholestep.capture.snapshot.user_code import origin
 from wholestep.patches import Replacement, original, suspended
 from wholestep.torch_compat import COMPILED_OPERATORS, dispatch_modes_off, storage_id
@@ -195,7 +195,7 @@ class ExposedMemory:
         fn: the step, with the arguments of its first call.
     """
 
-    def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
         self._seen = [at for value in unguarded_in_sight(fn, args, kwargs) if (at := _addresses(value))]
         self._made: dict[int, tuple[weakref.ref[Any], int]] = {}  # id of an array -> itself, and the storage
 

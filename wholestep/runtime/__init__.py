@@ -8,6 +8,6 @@ May import: aot_autograd, capture, functional, ir, lower, packed_graph, patches,
 
 from wholestep.runtime.backward_programs import Backward
 from wholestep.runtime.compiled_module import compiled_module
-from wholestep.runtime.entry import Entry
+from wholestep.runtime.entry import Entry, Ready
 from wholestep.runtime.program import DonatedInputs, Program, donated_inputs, give_back, saved_places
 from wholestep.runtime.program_cache import ProgramCache

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture import Binder, Guard, GuardFailure
+from wholestep.capture import Args, Binder, Guard, GuardFailure, Kwargs
 from wholestep.capture.guards.bulk import count_writes, versions
 from wholestep.capture.sources import Decision
 from wholestep.functional import Decided, Diverged
@@ -23,6 +23,9 @@ from wholestep.torch_compat import make_one_of_several
 from wholestep.trace import Traced
 from wholestep.trace.numbers.decisions import outcomes_of
 from wholestep.trace.record.inputs import QUESTIONS, flat_memory
+
+# Called once it is clear which program serves a call, before it runs.
+Ready = Callable[[], Any] | None
 
 
 class EarlyExit:
@@ -131,9 +134,7 @@ class Entry:
         """Whether the program may serve a call whose first decisions have these outcomes."""
         return self.early_exit is None or self.early_exit.outcomes[: len(outcomes)] == outcomes
 
-    def __call__(
-        self, values: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None = None
-    ) -> Any:
+    def __call__(self, values: list[Any], args: Args, kwargs: Kwargs, ready: Ready = None) -> Any:
         """Runs the step, or says why this program does not serve the call (`GuardFailure`).
 
         Args:
@@ -168,7 +169,7 @@ class Entry:
             torch.set_grad_enabled(self.traced.grad_mode)
         return result
 
-    def _run(self, values: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, values: list[Any], args: Args, kwargs: Kwargs) -> Any:
         traced = self.traced
         if self.releases:
             self.binder.path.release()
@@ -209,7 +210,7 @@ class Entry:
         made = [slots[m.alias] if m.alias is not None else outputs[m.output] for m in traced.new_values]  # type: ignore[index]
         return self.binder.path.apply(args, kwargs, made)
 
-    def _outputs(self, values: list[Any], args: tuple[Any, ...]) -> Sequence[Any]:
+    def _outputs(self, values: list[Any], args: Args) -> Sequence[Any]:
         if self.donated is None:
             return self.program.run(*values[: self.count])
         inputs = values[: self.count]

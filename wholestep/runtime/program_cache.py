@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from wholestep.capture import Binder, GuardFailure
-from wholestep.runtime.entry import Entry
+from wholestep.capture import Args, Binder, GuardFailure, Kwargs
+from wholestep.runtime.entry import Entry, Ready
 
 # Of programs for many sizes: how many stay, and how many of them with their memory.
 MAX_SIZES, AT_HAND = 64, 8
@@ -40,9 +40,8 @@ class ProgramCache(list[Entry]):
         self._came: Counter[Any] = Counter()  # how often shapes came that have no entry
 
     def serve(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], ready: Callable[[], Any] | None,
-        run: Callable[..., Any] = Entry.__call__, shapes: Any = None, walks: bool = True,
-    ) -> Any:  # fmt: skip
+        self, args: Args, kwargs: Kwargs, ready: Ready, run: Callable[..., Any], shapes: Any, walks: bool
+    ) -> Any:
         """Serves a call by the first program that fits it, or says why none does (`GuardFailure`).
 
         Whether all objects are those of an earlier call is told in microseconds, so all programs are asked for that

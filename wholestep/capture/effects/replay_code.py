@@ -7,7 +7,7 @@ their tensors through the binder's list of them, which it keeps up to date.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +17,9 @@ from wholestep.capture.effects.recipes import Const, Existing, Made, New, Tree, 
 from wholestep.capture.guards.code_writer import compiled
 from wholestep.capture.guards.compared_values import is_plain
 from wholestep.capture.guards.fast_path import FastPath
-from wholestep.capture.sources import Call, Source
+from wholestep.capture.sources import Args, Call, Kwargs, Source
 
-Apply = Callable[[tuple[Any, ...], Mapping[str, Any], Sequence[Any]], Any]
+Apply = Callable[[Args, Kwargs, Sequence[Any]], Any]
 
 
 class Replay:

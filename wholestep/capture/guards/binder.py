@@ -9,7 +9,7 @@ container took the container of another) and the fast path is made again around 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from wholestep.capture.guards.guards import GuardFailure, compare
 from wholestep.capture.guards.per_call_objects import PERSISTENT
 from wholestep.capture.snapshot.garbage_collection import no_collection
 from wholestep.capture.snapshot.snapshot import Snapshot, snapshot
-from wholestep.capture.sources import Source
+from wholestep.capture.sources import Args, Kwargs, Source
 from wholestep.errors import UnsupportedError
 
 # Fast paths of one program: one for each set of modules and optimizers that take turns as its arguments.
@@ -98,12 +98,12 @@ class Binder:
         made = self._paths[given] = GeneratedPath(path.function, path.last.let_go, replay.function, replay.release)
         return made
 
-    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
+    def __call__(self, args: Args, kwargs: Kwargs) -> list[Any] | GuardFailure:
         """Binds a call by the fast path, or by the slow one."""
         values = self.fast(args, kwargs)
         return self.walk(args, kwargs) if values is None else values
 
-    def fast(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
+    def fast(self, args: Args, kwargs: Kwargs) -> list[Any] | None:
         """The inputs where all objects are those of an earlier call, in microseconds; None where any is another."""
         values = self.path.bind(args, kwargs)
         if values is not None:
@@ -118,7 +118,7 @@ class Binder:
             other.let_go()
         return values
 
-    def walk(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | GuardFailure:
+    def walk(self, args: Args, kwargs: Kwargs) -> list[Any] | GuardFailure:
         """The inputs or the first guard that fails, in milliseconds: walks what the step can see and compares it."""
         self.slow_calls += 1
         with no_collection():
@@ -146,7 +146,7 @@ class Binder:
         return None
 
 
-def _given(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+def _given(args: Args, kwargs: Kwargs) -> tuple[int, ...]:
     return tuple([id(value) for value in (*args, *kwargs.values()) if isinstance(value, PERSISTENT)])
 
 

@@ -19,12 +19,12 @@ from wholestep.capture.guards.per_call_objects import PerCallObjects
 from wholestep.capture.guards.persistent_objects import PersistentObjects
 from wholestep.capture.snapshot.reachable import NumberInput
 from wholestep.capture.snapshot.snapshot import Snapshot
-from wholestep.capture.sources import Source
+from wholestep.capture.sources import Args, Kwargs, Source
 from wholestep.errors import UnsupportedError
 
 _FLOATS = (float, float64)  # as schedules by NumPy leave them
 
-Fast = Callable[[tuple[Any, ...], Mapping[str, Any]], list[Any] | None]
+Fast = Callable[[Args, Kwargs], list[Any] | None]
 
 
 class FastPath:

@@ -18,7 +18,7 @@ from wholestep.capture.guards.guards import Guard
 from wholestep.capture.snapshot.garbage_collection import no_collection
 from wholestep.capture.snapshot.reachable import TensorInput
 from wholestep.capture.snapshot.walk import begin, reachable, walk
-from wholestep.capture.sources import Attr, Call, Replacement, Root, Source, lineage
+from wholestep.capture.sources import Args, Attr, Call, Kwargs, Replacement, Root, Source, lineage
 from wholestep.capture.substitutes.substitutes import Substitutes
 from wholestep.torch_compat import HOOK_TABLES, set_versions
 
@@ -197,7 +197,7 @@ def same(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
     ) and all(v is w for v, w in zip(now.values(), before.values(), strict=True))
 
 
-def snapshot(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None,
+def snapshot(fn: Callable[..., Any], args: Args = (), kwargs: Kwargs | None = None,
              names: frozenset[str] = frozenset(), varying: frozenset[str] = frozenset(),
              replace: Replace | None = None, differentiable: bool = True) -> Snapshot:
     """Walks what a call of ``fn`` could see and records it.
@@ -215,7 +215,7 @@ def snapshot(fn: Callable[..., Any], args: tuple[Any, ...] = (), kwargs: Mapping
         return Snapshot(Call(fn, tuple(args), dict(kwargs or {})), names, varying, replace, differentiable)
 
 
-def unguarded_in_sight(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+def unguarded_in_sight(fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> list[Any]:
     """What a call could see whose contents no guard compares, as NumPy arrays; past what cannot be walked."""
     found = begin(Call(fn, tuple(args), dict(kwargs)))
     while found.queued or any(found.waiting):

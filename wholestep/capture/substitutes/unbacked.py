@@ -17,14 +17,15 @@ import torch
 from torch import nn
 
 from wholestep.capture.snapshot.snapshot import tensors_below
+from wholestep.capture.sources import Args, Kwargs
 from wholestep.errors import UnsupportedError
 from wholestep.tensor_parts import mark_part, part_of
 from wholestep.torch_compat import FakeTensor
 
-Called = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
+Called = tuple[Callable[..., Any], Args, Kwargs]
 
 
-def materialize_fakes(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
+def materialize_fakes(fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> Called:
     """A call with copies in which no tensor is fake; the call itself where there are no fake tensors.
 
     Raises:

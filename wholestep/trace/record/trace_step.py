@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture import Snapshot, new_values, outcome, state_outputs
+from wholestep.capture import Args, Kwargs, Snapshot, new_values, outcome, state_outputs
 from wholestep.capture.guards.compared_values import memory
 from wholestep.errors import CaptureError, DataDependentError, LeakError, UnsupportedError
 from wholestep.ir import Input
@@ -34,8 +34,8 @@ MAKES_SUBCLASS = "make it outside of the step, and pass it the plain tensor"
 
 def trace_step(
     fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     world: Snapshot,
     shared: frozenset[int] = frozenset(),
     decides: bool = False,
