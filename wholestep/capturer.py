@@ -29,7 +29,7 @@ MAX_ENTRIES = 32
 
 
 class Capturer:
-    """Captures a step, as often as it takes.
+    """Captures a step, once for each kind of call that needs a program of its own.
 
     Attributes:
         known: programs, graphs and optimizer state that earlier captures have left.
@@ -47,7 +47,7 @@ class Capturer:
         self._fixed: frozenset[str] = frozenset()
 
     def entry(self, args: Args, kwargs: Kwargs, failure: GuardFailure, entries: ProgramCache) -> Entry:
-        """An entry that serves a call.
+        """Captures a call: gives an entry that serves it.
 
         Args:
             failure: why none of the others serves it.
@@ -115,7 +115,7 @@ class Capturer:
             self.known.initial = None
 
     def _build(self, args: Args, kwargs: Kwargs, varying: frozenset[str]) -> Entry:
-        """Captures with a number that was another before as an input, or as it is where that cannot be."""
+        """Captures with numbers that have changed as inputs; with those that cannot be inputs as guarded constants."""
         def make(inputs: frozenset[str]) -> Entry:
             how = self._options, self.known, inputs, self._taking(), self._overrides.transforming
             with allocated(self.deferred(args, kwargs)):
@@ -146,7 +146,7 @@ class Capturer:
         return [found.tensor for found in seen if record_of(found.tensor) is not None]
 
     def _taking(self, overrides: Overrides | None = None) -> pipeline.TakeSnapshot:
-        """How this step takes snapshots, in which modules are replaced; by default as they were so far."""
+        """How this step takes snapshots: with overridden modules replaced, by default as in earlier captures."""
         replacing = overrides or self._overrides
         return functools.partial(self._take, replace=replacing.replace) if replacing.overrides else self._take
 

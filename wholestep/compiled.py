@@ -152,12 +152,12 @@ class Compiled:
 
     @property
     def specialized(self) -> list[str]:
-        """The sizes that are no symbols although they vary, or ``dynamic=True`` wants it, and the line that decided."""
+        """The sizes that are constants although they vary, or ``dynamic=True`` asks for symbols, and why."""
         return list(self._capturer.known.templates.specialized) if self._capturer.known.templates is not None else []
 
     @property
     def backwards(self) -> list[str]:
-        """Why a backward was made anew for gradients that lie otherwise, or do not arrive: one reason each."""
+        """Why a backward was compiled again: tangents of other strides, or that are None; one reason each."""
         programs = {id(e.program): e.program for e in self._entries}.values()
         return [reason for p in programs if p.backward is not None for reason in p.backward.reasons]
 
@@ -177,7 +177,7 @@ class Compiled:
 
     @property
     def captures(self) -> int:
-        """How many captures serve calls now."""
+        """How many captures are kept to serve calls."""
         return len(self._entries)
 
     @property

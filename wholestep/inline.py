@@ -40,7 +40,7 @@ def run_on_fakes(node: fx.Node, function: Callable[..., Any], inliner: Inliner |
 
 
 def _own(value: Any) -> Any:
-    """A fake tensor like one that other nodes may have for their value, too."""
+    """A fake tensor of its own, like one that may be the value of other nodes too."""
     return value.detach() if isinstance(value, FakeTensor) else value
 
 

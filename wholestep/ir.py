@@ -120,29 +120,29 @@ BUCKET_BYTES = 2**20, 25 * 2**20
 
 
 def set_bucket(parameter: torch.Tensor, limits: tuple[int, int] | None) -> None:
-    """Says of a real parameter in how large buckets its gradient is reduced; None: it never is."""
+    """Marks a real parameter with the sizes of the buckets in which its gradient is reduced; None: it never is."""
     parameter.__dict__["wholestep_bucket"] = limits
 
 
 def wrapped_as(parameter: torch.Tensor) -> dict[str, Any]:
-    """What was said of a real parameter, as fields of `Input`; buckets of the default size where nothing was."""
+    """The marks of a real parameter as fields of `Input`; default bucket sizes where it has none."""
     told = parameter.__dict__
     bucket = told.get("wholestep_bucket", BUCKET_BYTES) if parameter.requires_grad else None
     return {"bucket": bucket, "shard": told.get("wholestep_shard")}
 
 
 def set_shard(parameter: torch.Tensor, *how: Any) -> None:
-    """Says of a real parameter that the ranks of a group divide it; see `Input.shard`."""
+    """Marks a real parameter as sharded over the ranks of a group; see `Input.shard`."""
     parameter.__dict__["wholestep_shard"] = how
 
 
 def want_mean(gradient: torch.Tensor, group: str) -> None:
-    """In a step that is traced, in a backward: all who read the gradient after it read its mean over a group."""
+    """Marks a gradient in a traced backward: whoever reads it afterwards reads its mean over a group."""
     gradient.__dict__["wholestep_mean"] = group
 
 
 def wanted_mean(gradient: torch.Tensor | None) -> str | None:
-    """The group of which the mean is wanted, if it is; asked once."""
+    """The group named by `want_mean`, if any; takes the mark away."""
     return None if gradient is None else gradient.__dict__.pop("wholestep_mean", None)
 
 

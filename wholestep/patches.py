@@ -1,4 +1,4 @@
-"""Patches: attributes of modules, classes and objects that are others for one thread, whatever kind they are of.
+"""Patches: attributes of modules, classes and objects replaced for one thread, while others see the originals.
 
 An attribute of a module is one object for all threads, so a callable that asks which thread calls stands in its place;
 an attribute of a class, be it a function, a flag or a method of C, becomes a descriptor that asks the same; a name in
@@ -173,7 +173,7 @@ def _kind(patch: Patch) -> Any:
 
 
 def unpatched(value: Any) -> Any:
-    """What a value stands for, where it stands in a module for the time of a patch."""
+    """The original of a value that a patch has put into a module; any other value itself."""
     return value.patch.original if type(value) is _Object else value
 
 
@@ -229,7 +229,7 @@ class Patches:
         self._lasting = lasting
 
     def put(self, replacements: Iterable[Replacement], here: Here) -> None:
-        """Begins: for threads of which ``here()`` is true, attributes are others from now on."""
+        """Begins: threads for which ``here()`` is true see the replacements from now on."""
         with _lock:
             for owner, name, replacement in replacements:
                 key = id(owner), name
@@ -249,7 +249,7 @@ class Patches:
         return made
 
     def restore(self) -> None:
-        """Ends them; what nobody else patches is as it was."""
+        """Ends them: attributes that nothing else patches are restored."""
         with _lock:
             while self._open:
                 patch, entry = self._open.pop()
@@ -291,7 +291,7 @@ def is_suspended() -> bool:
 
 
 def original(owner: Any, name: str) -> Any:
-    """An attribute as threads find it that nothing is patched for."""
+    """An attribute as threads without patches see it."""
     patch = active.get((id(owner), name))
     return _found(owner, name) if patch is None else patch.original
 

@@ -55,7 +55,7 @@ _capturing = threading.RLock()  # a capture puts fake numbers and aliases where 
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked of a compiled step.
+    """The settings of a compiled step.
 
     Attributes:
         executor: mesh and plans, whose passes come first.
@@ -185,7 +185,7 @@ def build(
 
 
 def refuse_leaks(entry: Entry) -> None:
-    """Refuses a step of which somebody holds what was only there for the capture, once `build` has let go of it."""
+    """Refuses a step that has left tensors of its capture alive elsewhere, once `build` has let go of its own."""
     with _capturing:  # no other thread's capture has set garbage aside
         entry.traced.watch.refuse()
 

@@ -66,7 +66,7 @@ class Part(NamedTuple):
         return self.size == self.shape
 
     def inside(self, outer: Part) -> Part | None:
-        """What this part is of a tensor that holds another one; None where that lacks some of it."""
+        """This part relative to another one that contains it; None where that lacks some of it."""
         spans = [(a - first, b - first) for (a, b), (first, _) in zip(self.spans, outer.spans, strict=True)]
         has = all(0 <= a and b <= size for (a, b), size in zip(spans, outer.size, strict=True))
         return Part.of(outer.size, spans) if has else None

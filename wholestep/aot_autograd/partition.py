@@ -1,4 +1,4 @@
-"""The joint graph, forward and backward of a function as one graph; and from it to a forward and a backward graph."""
+"""The joint graph (forward and backward of a function as one), and its partition into a forward and a backward."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 class Kind(Enum):
-    """What is done with a call of an operator.
+    """How the queue treats a call of an operator.
 
     Attributes:
         VIEW: runs at once on memory that may not be written yet, and is recorded.
@@ -66,7 +66,7 @@ _TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Facts:
-    """What the queue asks of an operator at each call; hashed by identity, which an overload is not.
+    """What the queue asks of an operator at each call, looked up once; hashed by identity, unlike an overload.
 
     Attributes:
         written: positions of the arguments that it writes, also where its schema does not say so.
@@ -103,7 +103,7 @@ _known: dict[int, Facts] = {}
 
 
 def facts_of(op: Any) -> Facts:
-    """The facts of an operator, of its kind with a schema or of a higher order."""
+    """The facts of an `OpOverload`, or of a higher-order operator."""
     found = _known.get(id(op))
     if found is None and op in _VIEWS:
         found = _known[id(op)] = facts_of(_VIEWS[op])

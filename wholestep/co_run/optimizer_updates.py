@@ -21,7 +21,7 @@ from wholestep.trace.patches.like_updates import single_tensor_updates
 
 @dataclass(frozen=True)
 class Update:
-    """Such a function, as an operator: where torch's optimizers find it, a recorder has put another one."""
+    """Such a function as an operator; calls what a recorder has put where torch's optimizers look it up."""
 
     owner: Any
     name: str
@@ -60,7 +60,7 @@ def _defer(update: Update, function: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _share_memory(tensors: list[torch.Tensor]) -> bool:
-    """Whether some may count writes together."""
+    """Whether some share memory, and with it perhaps a version counter."""
     return len({storage_id(storage_of(t)) for t in tensors}) < len(tensors)
 
 

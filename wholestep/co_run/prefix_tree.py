@@ -44,7 +44,7 @@ Results = Any
 
 @dataclass(slots=True)
 class Node:
-    """A call after all calls before it.
+    """A recorded call, known by the sequence of calls before it.
 
     Attributes:
         results: what it gave; of an optimizer's update how often it wrote each tensor.
@@ -75,7 +75,7 @@ class Signatures:
         self.count = 0
 
     def root(self) -> Node:
-        """Before the first call of a segment that begins now."""
+        """The node before the first call of a segment, under the settings of now."""
         settings = *kernel_settings(), torch.get_default_dtype(), default_device()
         found = self._roots.get(settings)
         if found is None:
@@ -97,12 +97,12 @@ class Signatures:
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What a tensor is of which memory: two are equal when they are the same elements, laid out alike."""
+    """A key for a tensor's place in memory: equal for tensors of the same elements in the same layout."""
     return storage_id(storage_of(tensor)), tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
 
 
 class Unknown(Exception):  # noqa: N818 - a signal, not an error
-    """A call that the queue cannot answer."""
+    """A call whose results are not known before it runs, so that it cannot be deferred."""
 
 
 def described(func: OpOverload, args: Any, kwargs: Any, found: Any) -> Results:

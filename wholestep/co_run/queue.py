@@ -232,7 +232,7 @@ class Queue(UnwrappedDispatchMode):
     # -- views of what this rank holds a part of -----------------------------------------------------------
 
     def _record_views(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Records anew how views were made of memory of which programs take a part."""
+        """Records the views of memory of which this rank holds a part: its programs make them of the part."""
         for tensor in tensors:
             held = self._held.get(storage_id(storage_of(tensor))) if tensor.layout is _STRIDED else None
             if held is not None and (place := place_of(tensor)) != place_of(held.tensor):
@@ -330,7 +330,7 @@ class Queue(UnwrappedDispatchMode):
             self.watch.begin()
 
     def read(self, values: Any) -> None:
-        """Flushes; of tensors among the values, the memory is all there then."""
+        """Flushes, and gathers the whole memory of tensors among the values."""
         self.flush()
         if self._ranks is not None and not self._running:
             self._ranks.read(tensors_of(values), writes=True)
@@ -348,7 +348,7 @@ class Queue(UnwrappedDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Flushes, and runs what comes at once."""
+        """Flushes; within, operators run at once instead of being deferred."""
         self.flush()
         before, self._paused = self._paused, True
         try:

@@ -32,7 +32,7 @@ class Recording(Protocol):
         """Records a call of a function that takes note of tensors when the segment is captured."""
 
     def paused(self) -> AbstractContextManager[None]:
-        """Flushes, and runs what comes at once."""
+        """Flushes; within, operators run at once instead of being deferred."""
 
 
 class Ranks:
@@ -55,7 +55,7 @@ class Ranks:
 
     @contextmanager
     def call(self, args: Args, kwargs: Kwargs, queue: Recording) -> Iterator[list[Replacement]]:
-        """One call of the step, in which tensors of which this rank has a part are whole.
+        """One call of the step, in which Python sees tensors of which this rank holds a part in their whole shapes.
 
         Gives replacements for functions of torch's that are to hold inside of it.
         """
@@ -99,7 +99,7 @@ class Ranks:
     # what the queue asks -------------------------------------------------------------------------------------
 
     def meet(self, tensor: torch.Tensor, place: Any) -> None:
-        """A segment reads a tensor that was there before it."""
+        """Notes a tensor from before the segment that it reads."""
         self._met[place] = tensor
         if tensor.requires_grad and tensor.is_leaf:
             self._leaves[id(tensor)] = tensor
@@ -134,7 +134,7 @@ class Ranks:
             return described(facts.op, args, kwargs, found)
 
     def read(self, tensors: Iterable[torch.Tensor], writes: bool) -> None:
-        """Fills tensors whose memory is read now; where it is written, what is there then counts."""
+        """Gathers the whole memory of tensors that are read now; where they are written, it stays whole."""
         if not self.held and not self._unreduced:
             return
         strided = (tensor for tensor in tensors if tensor.layout is torch.strided)
@@ -154,7 +154,7 @@ class Ranks:
             self._queue.mark(Mark("segment begins"), [tensor for pair in left for tensor in pair])
 
     def dropped(self) -> None:
-        """A segment ends that has marks, but nothing to run: what it noted stays each rank's own."""
+        """Ends a segment that has marks but nothing to run: the gradients it noted stay each rank's own."""
         new = {key: leaf for key, leaf in self._graded.items() if key not in self._unreduced}
         self._graded.clear()
         if new:

@@ -172,7 +172,7 @@ Bind = Callable[[Sequence[torch.Tensor], Sequence[float]], Any]
 
 
 def run_segment(tensors: list[torch.Tensor], numbers: list[float]) -> None:
-    """The step that is captured."""
+    """The function that is captured: runs the recorded calls."""
     _running.segment.run(tensors, numbers, _running.call)
 
 

@@ -23,7 +23,7 @@ _OWN_USES = 2
 
 @dataclass
 class Held:
-    """What stands for one memory between programs.
+    """What this rank holds of one storage between programs.
 
     Attributes:
         tensor: all of it, as Python sees it; nobody has written it.
@@ -39,7 +39,7 @@ class Held:
 
 
 class Shards:
-    """The parts, of one step.
+    """The storages of which this rank holds parts, of one step.
 
     Attributes:
         held: by storage.
@@ -51,7 +51,7 @@ class Shards:
         self._groups = groups
 
     def put(self, tensors: Iterable[TensorInput], parts_of: PartsOf | None) -> None:
-        """A call begins: what this rank has parts of gets whole shapes."""
+        """Begins a call: tensors of which this rank holds parts get their whole shapes."""
         self._views = UnshardedViews(tensors, parts_of)
         self._views.put()
         for tensor, mine in self._views.exchanged:
@@ -60,14 +60,14 @@ class Shards:
     def add(
         self, tensor: torch.Tensor, local: torch.Tensor, part: Part, placements: tuple[Any, ...] | None = None
     ) -> None:
-        """A program has left a part, or begins with one."""
+        """Notes a part that a program has left, or begins with."""
         memory = storage_of(tensor)
         alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # whose writes count for nobody's backward
         alias.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
         self.held[storage_id(memory)] = Held(alias, local, part, placements)
 
     def local(self, tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
-        """What a program takes of a tensor.
+        """The part of a tensor that a program takes.
 
         Args:
             part: that it is made for; None: all of it.
@@ -84,10 +84,10 @@ class Shards:
         return local
 
     def fill(self, key: int, writes: bool) -> None:
-        """Gathers all of a memory from the ranks, if it is not there; a collective.
+        """Gathers a whole storage from the ranks, unless it is whole here. A collective.
 
         Args:
-            writes: whether what is there counts from now on.
+            writes: whether it stays whole from now on.
         """
         held = self.held.get(key)
         if held is None:

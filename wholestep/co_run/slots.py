@@ -59,7 +59,7 @@ class Slots:
         self.run()
 
     def run(self) -> None:
-        """What was deferred has run."""
+        """Notes that what was deferred has run."""
         self.externals: list[int] = []
         self.tensors: list[torch.Tensor] = []
         self.numbers: list[float] = []

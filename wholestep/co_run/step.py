@@ -43,7 +43,7 @@ def outside_of_programs() -> AbstractContextManager[None]:
 
 
 class CoRun:
-    """Runs a step.
+    """Runs a step's Python at each call, while its operators are deferred and run as compiled segments.
 
     Args:
         fn: the step.

@@ -172,7 +172,7 @@ def all_saved(ctx: Any) -> list[Any]:
 
 
 def _strides(tangent: torch.Tensor | None) -> Any:
-    """What a program is kept by; for a gradient that no program reads as it is, something that is no key."""
+    """What a backward program is looked up by; for tangents that none reads as they are, `_UNUSUAL`, which none is."""
     if tangent is None:
         return None
     if tangent.is_conj() or tangent.is_neg() or _is_odd(tangent):
@@ -189,7 +189,7 @@ def _is_odd(tangent: torch.Tensor) -> bool:
 
 
 def _unusual(backward: Backward, arrived: Sequence[Any], alone: bool) -> tuple[Served, list[Any], bool]:
-    """The program for gradients that none is kept for, the gradients, and whether to call it operator by operator."""
+    """For tangents not found by strides: the program, the tangents, and whether to run it operator by operator."""
     shown = [t.resolve_conj().resolve_neg() if t is not None and (t.is_conj() or t.is_neg()) else t for t in arrived]
     alone = alone or any(t is not None and _is_odd(t) for t in shown)
     if alone:

@@ -107,7 +107,7 @@ class Backward:
 
     @cached_property
     def by_memory(self) -> bool:
-        """Whether it depends on where in their memory tangents begin."""
+        """Whether it depends on the storage offsets of tangents."""
         return reads_by_memory(self.halves)
 
     def serve(self, strides: tuple[Strides, ...], offsets: tuple[int, ...] = ()) -> Served:
@@ -144,7 +144,7 @@ class Backward:
         return tuple([None if a is None else stride for a, (_, stride, *_) in zip(tangents, self._traced, strict=True)])
 
     def _plain(self, place: int, stride: Strides) -> Strides:
-        """Strides as they were traced for dimensions of one element, where they lead nowhere."""
+        """Strides in which those of dimensions of size 1, which address nothing, are as they were traced."""
         if stride is None:
             return None
         size, traced, *_ = self._traced[place]

@@ -1,4 +1,4 @@
-"""One captured program and what a call has to do around it."""
+"""An entry: a captured program with its guards, and what a call does around it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Ready = Callable[[], Any] | None
 
 
 class EarlyExit:
-    """The decisions of one program: until the last one it has written nothing, and moved nothing but generators.
+    """The decisions at which a program may end early: up to the last, it has written nothing but generators' states.
 
     Attributes:
         guards: them, in order.

@@ -80,7 +80,7 @@ def as_inference(outputs: Sequence[Any], places: Container[int]) -> list[Any]:
 
 
 def _behind(why: str, values: list[Any], handle: torch.Tensor) -> list[torch.Tensor]:
-    """What the engine comes by on its way to a result's refusal: the inputs that it may be asked to reach."""
+    """The inputs of the node that refuses a result's backward: those whose gradients the engine may be asked for."""
     if why == NO_GRADIENT or why.startswith(SECOND_TIME):
         return [handle]
     return [handle, *(v for v in values if isinstance(v, torch.Tensor) and v.requires_grad)]

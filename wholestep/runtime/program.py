@@ -101,7 +101,7 @@ LASTING: frozenset[InputKind] = frozenset(["parameter", "buffer", "state", "grad
 
 @dataclass(frozen=True)
 class DonatedInputs:
-    """What each call gives up of a list of tensors that is its first argument.
+    """Which tensors of a list, its first argument, each call donates.
 
     Attributes:
         items: indices of the inputs that nothing looks at again once the program has.
@@ -121,7 +121,7 @@ class DonatedInputs:
 
 
 def donated_inputs(traced: Traced, count: int, read: Collection[str]) -> DonatedInputs:
-    """What may be given up.
+    """What a call may donate.
 
     Args:
         count: length of the list.

@@ -1,4 +1,4 @@
-"""What the server of `run_ranks` does once, before it forks, so that each rank need not: what torch puts off.
+"""Lazy initialisation of torch that the fork server of `run_ranks` does once, so that no rank has to.
 
 The first optimizer that a process makes imports some three hundred modules, torch's compiler among them.
 """

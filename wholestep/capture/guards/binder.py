@@ -58,7 +58,7 @@ class Binder:
         inputs: the sources of the program's placeholders, in order; tensors and lifted numbers of the snapshot.
         mutated: the inputs that the program writes to.
         effects, result: what the step changes and returns.
-        sizeless: paths of tensors whose sizes and strides are no matter.
+        sizeless: paths of tensors whose sizes and strides are not compared.
 
     Attributes:
         guards: what must hold, the nearest to the arguments first.

@@ -63,7 +63,7 @@ def count_writes(tensors: tuple[torch.Tensor, ...], counts: tuple[int, ...]) -> 
 
 
 def layouts_of(tensors: Iterable[torch.Tensor]) -> Any:
-    """The form of `layouts` that serves some tensors."""
+    """The implementation of `layouts` for some tensors: in C where all are plain."""
     plain = all(getattr(type(t), "of_whole", type(t)) in (torch.Tensor, torch.nn.Parameter)  # parts are as these are
                 and t.layout is torch.strided and not t.is_nested for t in tensors)  # fmt: skip
     return native.layouts if _NATIVE and plain else _layouts

@@ -59,7 +59,7 @@ class CodeWriter:
         self.lines.append(f"if not ({condition}): return None")
 
     def require_absent(self, container: Container, expression: str) -> None:
-        """Has it return None where a container has more than it had, as one may of which not all is there."""
+        """Requires that a container of a kind whose keys may be absent has no more of them than it had."""
         kind, before, value = container.kind, container.before, container.value
         if kind in (kinds.SLOTS, kinds.CELL) and not kinds.is_complete(value, before):
             self.require(f"len({self.constant(kind.read)}({expression})) == {len(before)}")
@@ -78,7 +78,7 @@ class CodeWriter:
         return f"{name}[{key}]" if is_exact(container.value) else f"{self.name(item)}({name}, {key})"
 
     def function(self, signature: str, name: str) -> Any:
-        """The function of all lines."""
+        """Compiles the lines to a function."""
         body = "\n        ".join(self.lines)
         self.code = f"def {name}({signature}):\n    try:\n        {body}\n    except (LookupError, AttributeError, " \
                     "TypeError, ValueError, RuntimeError, NameError):\n        return None\n"

@@ -146,15 +146,15 @@ class PersistentTensors:
         self._sharing = [first.setdefault(a, i) if a in self.memory else i for i, a in enumerate(addresses)]
 
     def let_go(self) -> None:
-        """Ends a call."""
+        """Ends a call: drops its tensors."""
         self.last[:] = self._gone
 
     def known(self, tensors: list[torch.Tensor]) -> bool:
-        """Begins a call: what is still there is known again. Whether it has the same tensors, or the like."""
+        """Begins a call: holds its tensors. False where the program could tell them from those of the last call."""
         return recall(tensors, self._weak, self.last) or self._rebind(tensors)
 
     def _rebind(self, tensors: list[torch.Tensor]) -> bool:
-        """Takes new tensors in container of the last ones, when a program cannot tell them apart."""
+        """Takes new tensors in the place of the last ones, if the program cannot tell them apart."""
         for tensor, last, meta in zip(tensors, self.last, self.meta, strict=True):
             if tensor is not last and last is not None and last.requires_grad:
                 return False  # an optimizer may still hold, or know by key, the one that was there

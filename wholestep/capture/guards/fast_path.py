@@ -84,7 +84,7 @@ class FastPath:
         return last
 
     def _give(self, inputs: Sequence[Source]) -> None:
-        """Returns the inputs."""
+        """Writes the line that returns the inputs."""
         write, snap = self.writer, self.snap
         per_call = {id(t): name for name, t in self._per_call.tensors}
         found: dict[str, str] = {}

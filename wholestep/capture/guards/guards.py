@@ -42,11 +42,11 @@ class Guard:
 
     @property
     def key(self) -> tuple[str, str]:
-        """What tells it from the others of a snapshot."""
+        """Identifies it among the guards of a snapshot."""
         return self.source.path if self.source else "", self.kind
 
     def without_sizes(self) -> Guard:
-        """That of a tensor whose sizes and strides are no matter."""
+        """The same guard of a tensor, without sizes and strides."""
         return Guard(self.source, self.kind, (*self.expected[:-2], None, None))
 
     @property
@@ -88,7 +88,7 @@ class GuardFailure:
         varying: paths of all plain numbers that are others now, when the first that failed is one of them.
         outcomes: where all guards held, and the program met a value that Python had decided on otherwise: its decisions
             up to there, as this call has them.
-        by_value: whether a number, a text or the like is another.
+        by_value: whether a plain value (a number, a string) has changed.
     """
 
     reason: str
@@ -193,7 +193,7 @@ def _value_guard(reached: Reachable, source: Source, value: Any, found: list[Gua
 
 
 def _of_object(source: Source, value: Any) -> Guard:
-    """Of an object that is not looked into: that it is the same, or an equal one where its class compares values."""
+    """The guard of an object that is not walked: the same object, or an equal one if its class defines equality."""
     kind: Any = type(value)
     if kind.__eq__ is not object.__eq__ and kind.__hash__ is not None and kind.__hash__ is not object.__hash__:
         return Guard(source, "object", value)

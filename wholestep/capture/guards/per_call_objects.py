@@ -32,10 +32,10 @@ _BOUND = (MethodType, partial)  # made anew where a step is given `object.method
 
 
 class PerCallObjects:
-    """The objects of one snapshot that are others at each call, or may be.
+    """The objects of one snapshot that are, or may be, replaced from call to call.
 
     Args:
-        sizeless: paths of tensors whose sizes and strides are no matter.
+        sizeless: paths of tensors whose sizes and strides are not compared.
 
     Attributes:
         ids: theirs.
@@ -128,7 +128,7 @@ class PerCallObjects:
         return is_plain(value) or not (isinstance(value, torch.Tensor) or id(value) in self.ids)
 
     def compare_value(self, expression: str, value: Any, keeps: bool = False) -> None:
-        """Requires that an expression gives an equal of ``value``.
+        """Requires that an expression gives ``value`` or its equal.
 
         Args:
             keeps: whether the code may keep an object alive that is the same in each call.

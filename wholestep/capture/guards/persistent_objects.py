@@ -245,7 +245,7 @@ class PersistentObjects:
         self._per_call.compare_contents(container, self._writer.name(container.value), self._keeps(container))
 
     def _keeps(self, container: Container) -> Callable[[Any], bool]:
-        """Tells what is kept alive: but modules and optimizers in places of the user's, who may drop them there."""
+        """Tells which values the code may keep alive: not modules and optimizers that the user may drop."""
         theirs = isinstance(container.owner, torch.nn.Module) or getattr(container.source, "key", "") in REGISTRIES
         return lambda value: theirs or not isinstance(value, PERSISTENT)
 

@@ -1,4 +1,4 @@
-"""Garbage collection around captures: kept away while many objects are made, and not forgotten afterwards.
+"""Garbage collection around captures: off while many objects are made, and made up for afterwards.
 
 Its lists tell which objects were made since a step began to be traced.
 """

@@ -1,4 +1,4 @@
-"""Element by element, on lists too: each dimension can be split, and what is linear passes addends on.
+"""Elementwise operators, on lists too: any dimension can be split, and linear ones pass partial sums on.
 
 Random operators: every rank draws for the whole tensor and keeps its part, as one device would have drawn it. All
 ranks' generators are in one state when a step starts, and stay so: each draws the same numbers in one order. Not here

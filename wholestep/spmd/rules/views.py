@@ -1,4 +1,4 @@
-"""Views, parts of tensors, tensors put together of parts: by the dimensions along which nothing is sliced or joined.
+"""Views, slices and concatenations: any dimension along which nothing is sliced or joined can be split.
 
 Sizes among the arguments of views become this rank's where they are emitted.
 """

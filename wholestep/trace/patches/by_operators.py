@@ -1,4 +1,4 @@
-"""Functions whose C++ passes the dispatcher by: while a step is traced, operators do what they do."""
+"""Functions of torch whose C++ bypasses the dispatcher: while a step is traced, operators take their place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Updates of like parameters: recorded for the first of a kind, and copied with other operands for those that follow.
+"""Optimizer updates of equal parameters: recorded for the first of a kind, copied with other operands for the rest.
 
 torch's optimizers update one parameter after another by the same operators. Where two parameters, their gradients and
 their states have the same metadata, the second one's calls are the first one's, on other tensors: no operator is run

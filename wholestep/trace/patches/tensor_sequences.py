@@ -1,4 +1,4 @@
-"""Nested lists of tensors and unknown numbers, whose values C++ would read one by one and past the dispatcher.
+"""Nested lists of tensors and host numbers, whose values C++ would read one by one, past the dispatcher.
 
 ``torch.tensor([loss, 2.0])``, ``x[rows, columns]`` with tuples of tensors: a stack stands in their place.
 """

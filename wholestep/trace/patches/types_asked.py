@@ -1,4 +1,4 @@
-"""The types of what stands in for tensors and numbers while a step is traced: those of what it stands for.
+"""`type()` and the like of stand-ins for tensors and numbers, while a step is traced: the types they stand for.
 
 Users and installed packages find ``float`` for a host number, ``int`` for a symbolic size and `torch.Tensor` for a fake
 tensor, by `type(x)` and by ``x.__class__`` (`isinstance`, `match`); torch, this package and the standard library find
