@@ -24,8 +24,8 @@ from benchmarks.models import train_step
 from examples.gpt import GPT, GPTConfig
 from wholestep import comm
 from wholestep.capture import no_collection
+from wholestep.capture_call import capture
 from wholestep.ir import StepGraph
-from wholestep.pipeline import capture
 from wholestep.spmd import PlanExecutor
 
 ROLES: dict[str, Any] = {"*.qkv": "column", "*.up": "column", "*.merge": "row", "*.down": "row"}

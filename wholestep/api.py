@@ -1,6 +1,6 @@
 """The public functions: `compile` and `trace`.
 
-May import: aot_autograd, compiled, ir, lower, override, passes, pipeline, runtime, spmd.
+May import: aot_autograd, capture_call, compiled, ir, lower, override, passes, pipeline, runtime, spmd.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from typing import Any, Literal
 from torch import fx, nn
 
 from wholestep.aot_autograd import MemoryBudget, Partition, default_partition, min_cut_partition
+from wholestep.capture_call import capture
 from wholestep.compiled import Compiled
 from wholestep.ir import Pass
 from wholestep.lower import Backend
 from wholestep.override import Override
 from wholestep.passes import bucket_parts, transformed
-from wholestep.pipeline import Options, capture
+from wholestep.pipeline import Options
 from wholestep.runtime import compiled_module
 from wholestep.spmd import DeviceMesh, Plan, PlanExecutor
 

@@ -1,7 +1,7 @@
 """Ahead-of-time autograd: joint graphs, partitions, the user's own compilers, and compiled `backward()`.
 
 The public names of the room `aot_autograd/`. They stand above the pipeline, which imports that room.
-May import: aot_autograd, compiled, ir, lower, passes, pipeline, runtime, spmd.
+May import: aot_autograd, capture_call, compiled, ir, lower, passes, pipeline, runtime, spmd.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from wholestep.aot_autograd import (
     min_cut_partition,
     split,
 )
+from wholestep.capture_call import TakeSnapshot, capture
 from wholestep.compiled import Compiled
 from wholestep.ir import Pass, check
 from wholestep.lower import Backend
 from wholestep.passes.user_functions import decompose
-from wholestep.pipeline import Options, TakeSnapshot, capture, joint_of
+from wholestep.pipeline import Options, joint_of
 from wholestep.runtime import compiled_module
 from wholestep.spmd import PlanExecutor
 

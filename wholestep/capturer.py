@@ -1,6 +1,6 @@
 """Captures of one step: an entry for a call that no other serves, and what each capture leaves for the next.
 
-May import: capture, deferred_init, errors, ir, override, pipeline, report, runtime, trace.
+May import: capture, capture_call, deferred_init, errors, ir, override, pipeline, report, runtime, trace.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from wholestep import pipeline
 from wholestep.capture import Args, GuardFailure, InitialState, Kwargs, materialize_fakes, no_collection, snapshot
+from wholestep.capture_call import TakeSnapshot, capture, refuse_leaks
 from wholestep.deferred_init import allocated, any_deferred, record_of
 from wholestep.errors import PACKAGE, CaptureError, UnsupportedError
 from wholestep.ir import StepGraph
@@ -36,12 +37,12 @@ class Capturer:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], options: pipeline.Options, take: pipeline.TakeSnapshot, dynamic: bool | None
+        self, fn: Callable[..., Any], options: pipeline.Options, take: TakeSnapshot, dynamic: bool | None
     ) -> None:
         self._fn, self._options, self._take, self._dynamic = fn, options, take, dynamic
         self._overrides = Overrides(options.module_override)
         templates = dynamic is not False and options.executor.plain
-        how = pipeline.capture, bool(dynamic), options.many_sizes
+        how = capture, bool(dynamic), options.many_sizes
         self.known = pipeline.Known(templates=Templates(*how) if templates else None)
         self._varying: frozenset[str] = frozenset()
         self._fixed: frozenset[str] = frozenset()
@@ -120,7 +121,7 @@ class Capturer:
             how = self._options, self.known, inputs, self._taking(), self._overrides.transforming
             with allocated(self.deferred(args, kwargs)):
                 entry = pipeline.build(self._fn, args, kwargs, *how)
-            pipeline.refuse_leaks(entry)
+            refuse_leaks(entry.traced.watch)
             return entry
 
         entry, inputs = None, self._varying | varying
@@ -145,7 +146,7 @@ class Capturer:
         seen = snapshot(self._fn, args, kwargs).tensors.values() if any_deferred() else ()
         return [found.tensor for found in seen if record_of(found.tensor) is not None]
 
-    def _taking(self, overrides: Overrides | None = None) -> pipeline.TakeSnapshot:
+    def _taking(self, overrides: Overrides | None = None) -> TakeSnapshot:
         """How this step takes snapshots: with overridden modules replaced, by default as in earlier captures."""
         replacing = overrides or self._overrides
         return functools.partial(self._take, replace=replacing.replace) if replacing.overrides else self._take
@@ -153,7 +154,7 @@ class Capturer:
     def _can_vary(self, args: Args, kwargs: Kwargs, others: frozenset[str], path: str) -> frozenset[str]:
         """The path, if the number there can be an input."""
         try:
-            pipeline.capture(self._fn, args, kwargs, others | {path}, self._options.decides, take=self._taking())
+            capture(self._fn, args, kwargs, others | {path}, self._options.decides, take=self._taking())
         except Exception:
             return frozenset()
         return frozenset([path])
@@ -169,7 +170,7 @@ class Capturer:
             try:
                 if args is given and self._options.decides:
                     initial.fill()
-                return pipeline.capture(fn, args, kwargs, *how)[1], args is given
+                return capture(fn, args, kwargs, *how)[1], args is given
             finally:
                 initial.drop()
 

@@ -1,6 +1,7 @@
 """`Compiled`, the object that users call and ask: what it captured, why, and what a call would do.
 
-May import: capture, capturer, co_run, errors, pipeline, report, runtime, step_log, step_runner, torch_compat.
+May import: capture, capture_call, capturer, co_run, errors, pipeline, report, runtime, step_log, step_runner,
+torch_compat.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep import pipeline
 from wholestep.capture import Args, Guard, Kwargs, no_collection, snapshot
+from wholestep.capture_call import TakeSnapshot, is_tracing
 from wholestep.capturer import Capturer
 from wholestep.co_run import is_deferring
 from wholestep.errors import CaptureError
+from wholestep.pipeline import Options
 from wholestep.report import Explanation, Stage, explain, explain_segments
 from wholestep.runtime import ProgramCache, Ready
 from wholestep.step_log import Logged
@@ -39,8 +41,8 @@ class Compiled:
     def __init__(
         self,
         fn: Callable[..., Any],
-        options: pipeline.Options,
-        take: pipeline.TakeSnapshot = snapshot,
+        options: Options,
+        take: TakeSnapshot = snapshot,
         dynamic: bool | None = False,
     ) -> None:
         fn = fn._fn if isinstance(fn, Compiled) else fn
@@ -87,7 +89,7 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # part of another step, or of a transform of `torch.func`, or of what TorchScript traces
-        if pipeline.is_tracing() or transforms_active() or is_deferring() or torch.jit.is_tracing():
+        if is_tracing() or transforms_active() or is_deferring() or torch.jit.is_tracing():
             return self._fn(*args, **kwargs)
         if modes_active() and self._executor.plain and not self._options.module_override:  # they see eager's calls
             return self._fn(*args, **kwargs)

@@ -1,56 +1,33 @@
 """The pipeline: a call of a Python step -> a captured, lowered program that serves such calls.
 
-May import: aot_autograd, capture, errors, ir, lower, override, passes, patches, runtime, spmd, step_log, tensor_parts,
-trace.
+May import: aot_autograd, capture, capture_call, ir, lower, override, passes, runtime, spmd, tensor_parts, trace.
 """
 
 from __future__ import annotations
 
 import functools
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, MutableMapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
 from wholestep.aot_autograd import Joint, MemoryBudget, Partition, default_partition, fit_memory
-from wholestep.aot_autograd.differentiate import differentiate
-from wholestep.capture import (
-    Args,
-    Binder,
-    InitialState,
-    Kwargs,
-    PartsOf,
-    Snapshot,
-    forget,
-    new_objects,
-    read_by,
-    refuse_shared_parts,
-    snapshot,
-)
-from wholestep.errors import LeakError
+from wholestep.capture import Args, Binder, InitialState, Kwargs, forget, read_by, refuse_shared_parts, snapshot
+from wholestep.capture_call import TakeSnapshot, capture
 from wholestep.ir import Input, Pass, StepGraph, check
 from wholestep.lower import Backend, lower
 from wholestep.lower.plan.peak_memory import fullest
 from wholestep.override import Override
 from wholestep.passes import transformed
-from wholestep.patches import is_suspended
 from wholestep.runtime import Backward, Entry, Program, donated_inputs, saved_places
-from wholestep.spmd import BufferBroadcast, PlanExecutor, shard_inputs
-from wholestep.step_log import collecting
+from wholestep.spmd import PlanExecutor, shard_inputs
 from wholestep.tensor_parts import say_parts
-from wholestep.trace import ReentrantCheckpoint, SharedMemory, Traced, trace_step
+from wholestep.trace import Traced
 from wholestep.trace.numbers.dynamic_shapes import Templates
-from wholestep.trace.numbers.symbolic_sizes import Sizes
-
-TakeSnapshot = Callable[..., Snapshot]  # called as `snapshot` is
 
 # Backends whose results are eager's, bit for bit.
 EXACT = ("aten", "naive")
-
-_tracing = threading.local()
-_capturing = threading.RLock()  # a capture puts fake numbers and aliases where all threads see them
 
 
 @dataclass(frozen=True)
@@ -184,12 +161,6 @@ def build(
     return Entry(traced, binder, program, releases=options.backend == "aten", terms=terms, donated=donated)
 
 
-def refuse_leaks(entry: Entry) -> None:
-    """Refuses a step that has left tensors of its capture alive elsewhere, once `build` has let go of its own."""
-    with _capturing:  # no other thread's capture has set garbage aside
-        entry.traced.watch.refuse()
-
-
 def _program(traced: Traced, options: Options, known: Known, overrides: Sequence[Override]) -> Program:
     """The program of what was traced: one made before for the same, or passes and lowering."""
     key = options.executor.key(traced.step, traced.fingerprint)
@@ -263,89 +234,3 @@ def _name(transform: Pass) -> str:
     named = getattr(transform, "__name__", None) or getattr(transform, "keywords", {}).get("name")
     bound = getattr(transform, "func", transform)  # of a partial
     return str(named or getattr(bound, "__name__", bound))
-
-
-def is_tracing() -> bool:
-    """True inside of a step that this thread is capturing."""
-    return getattr(_tracing, "active", False) and not is_suspended()
-
-
-def capture(
-    fn: Callable[..., Any],
-    args: Args,
-    kwargs: Kwargs,
-    varying: frozenset[str] = frozenset(),
-    decides: bool = False,
-    differentiable: bool = True,
-    take: TakeSnapshot = snapshot,
-    parts: PartsOf | None = None,
-    sync: BufferBroadcast | None = None,
-    sizes: Sizes | None = None,
-) -> tuple[Snapshot, Traced]:
-    """Runs the step once on fake tensors; everything real is as before when it returns or raises.
-
-    Args:
-        decides: Python may decide on bools that are not known before the step.
-        differentiable: whether results that require grad shall be differentiable outside of the step.
-        parts: in the global view, what tensors without a mark are of whole ones.
-        sync: in the local view, what broadcasts buffers.
-        sizes: those of tensors among the arguments that are symbols.
-    """
-    with _capturing, new_objects() as new_ids:
-        world = take(fn, args, kwargs, varying=varying)
-        backward = differentiate if differentiable and world.differentiable else None
-        attempt = _Attempt(varying)
-        while True:
-            world.new_ids = new_ids
-            if sizes is not None:
-                sizes.begin()
-            how = decides, backward, sizes, attempt.reentrant, sync.begin if sync else None
-            following = attempt
-            try:
-                _tracing.active = True
-                world.substitutes.put(parts, world.differentiable)
-                step = collecting(world.substitutes.aliases.exchange(fn))
-                traced = trace_step(step, args, kwargs, world, attempt.shared, *how)
-                if sync is None or not sync.again():
-                    return world, traced
-            except Exception as request:
-                following = attempt.after(request, world.reachable.outside.unseen)
-            finally:
-                _tracing.active = False
-                world.restore()
-            if (following.varying, following.names) != (attempt.varying, attempt.names):
-                world = take(fn, args, kwargs, names=following.names, varying=following.varying)
-            attempt = following
-
-
-@dataclass(frozen=True)
-class _Attempt:
-    """How a step is traced, by what earlier attempts have found out.
-
-    Attributes:
-        varying: paths of numbers that are inputs, and of lists that are only appended to.
-        shared: memories that several inputs share.
-        reentrant: whether checkpoints run as written.
-        names: of modules that the step finds by them.
-    """
-
-    varying: frozenset[str]
-    shared: frozenset[int] = frozenset()
-    reentrant: bool = True
-    names: frozenset[str] = frozenset()
-
-    def after(self, request: Exception, unseen: Set[str]) -> _Attempt:
-        """The next attempt.
-
-        Raises:
-            Exception: none would help.
-        """
-        if unseen:
-            return replace(self, names=self.names | unseen)
-        if isinstance(request, SharedMemory):
-            return replace(self, shared=request.memories)
-        if isinstance(request, ReentrantCheckpoint):
-            return replace(self, reentrant=False)
-        if not isinstance(request, LeakError) or request.grown <= self.varying:  # none, or none that can stay unseen
-            raise request
-        return replace(self, varying=self.varying | request.grown)

@@ -1,6 +1,6 @@
 """Functions for use inside of a step, named as in `torch.compiler` and Dynamo: what stays outside of its programs.
 
-May import: co_run, errors, pipeline.
+May import: capture_call, co_run, errors.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from wholestep.capture_call import is_tracing
 from wholestep.co_run import outside_of_programs
 from wholestep.errors import UnsupportedError
-from wholestep.pipeline import is_tracing
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from wholestep.capture.substitutes.unsharded_views import whole_strides
+from wholestep.capture_call import capture
 from wholestep.errors import UnsupportedError
 from wholestep.ir import info
-from wholestep.pipeline import capture
 from wholestep.tensor_parts import Part, mark_part
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import wholestep as ws
+from wholestep.capture_call import capture
 from wholestep.ir import check, info
 from wholestep.lower.backends.interpreter import interpret
 from wholestep.packed_graph import Packed
-from wholestep.pipeline import capture
 from wholestep.torch_compat import FakeTensor
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from wholestep import comm
+from wholestep.capture_call import capture
 from wholestep.comm.ops.functional_collectives import piece
 from wholestep.ir import Input, StepGraph, check, info
-from wholestep.pipeline import capture
 from wholestep.spmd.expand.expand import expand
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Replicate, Shard

@@ -13,7 +13,7 @@ from torch import nn
 import tests.support.spmd_meshes as programs
 import wholestep as ws
 from wholestep import comm
-from wholestep.pipeline import capture
+from wholestep.capture_call import capture
 from wholestep.spmd import PlanExecutor
 from wholestep.testing import run_ranks
 

@@ -14,8 +14,8 @@ import torch
 import wholestep as ws
 from tests.spmd.test_expand import cut, rows_of_everything
 from tests.support.spmd_models import FIRST, HELD_OUT, OURS, make, train
+from wholestep.capture_call import capture
 from wholestep.ir import check, info
-from wholestep.pipeline import capture
 from wholestep.report.missing_rules import missing_rules
 from wholestep.spmd.expand.expand import expand
 from wholestep.spmd.mesh import AxisGroup

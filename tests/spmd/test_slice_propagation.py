@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from tests.spmd.test_expand import compare, rows_of_everything
 from wholestep import comm
+from wholestep.capture_call import capture
 from wholestep.ir import info
-from wholestep.pipeline import capture
 from wholestep.spmd.expand.expand import expand
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.plans.global_view import state_placements

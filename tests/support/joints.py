@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from wholestep.autograd import Joint, Partitioned
+from wholestep.capture_call import capture
 from wholestep.ir import info
 from wholestep.lower import lower
-from wholestep.pipeline import capture
 from wholestep.runtime import saved_places
 
 Function = Callable[..., Sequence[Tensor]]

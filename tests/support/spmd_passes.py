@@ -8,8 +8,8 @@ from typing import Any
 import wholestep as ws
 from wholestep import comm
 from wholestep.capture import InitialState, snapshot
+from wholestep.capture_call import capture
 from wholestep.ir import StepGraph, check
-from wholestep.pipeline import capture
 
 
 def rank_graph(step: Callable[..., Any], args: tuple[Any, ...], plan: Any, ranks: int = 2, rank: int = 1) -> StepGraph:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import wholestep as ws
 from tests.support.sized_models import convnet, gpt, mlp, own_loss, pictures, rows, same, tokens, train
 from wholestep.autograd import aot_function, min_cut_partition
+from wholestep.capture_call import capture
 from wholestep.errors import CaptureError
 from wholestep.ir import StepGraph
-from wholestep.pipeline import capture
 from wholestep.runtime.program_cache import MAX_SIZES
 from wholestep.trace.numbers.dynamic_shapes import Templates
 

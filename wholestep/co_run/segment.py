@@ -11,10 +11,11 @@ from typing import Any
 import torch
 
 from wholestep.capture import snapshot
+from wholestep.capture_call import capture
 from wholestep.errors import CaptureError
 from wholestep.ir import NodeInfo
 from wholestep.lower import lower
-from wholestep.pipeline import Options, capture, of_one_rank
+from wholestep.pipeline import Options, of_one_rank
 from wholestep.runtime import Program
 from wholestep.trace.record.inputs import flat_memory
 
@@ -184,7 +185,7 @@ class CapturedSegment:
 
     Args:
         varying: indices of the numbers that are inputs, as the floats that operators write are.
-        replay: hears of the capture and of each call, see `pipeline.capture`.
+        replay: hears of the capture and of each call, see `capture_call.capture`.
 
     Attributes:
         traced: the graph, and what it was traced with.

@@ -21,7 +21,7 @@ from wholestep.trace.numbers.decisions import outcomes_of
 from wholestep.trace.numbers.specialize import OtherLayouts, at_sizes
 from wholestep.trace.numbers.symbolic_sizes import Dims, Sizes
 
-# Called as `pipeline.capture` is, with the sizes to take as symbols, or none.
+# Called as `capture_call.capture` is, with the sizes to take as symbols, or none.
 Capture = Callable[..., tuple[Snapshot, Traced]]
 
 
@@ -91,10 +91,10 @@ class Template:
 
 
 class Templates:
-    """Captures that serve many sizes; called as `pipeline.capture` is, it gives a trace of the sizes of that call.
+    """Captures that serve many sizes; called as `capture_call.capture` is, it gives a trace of the sizes of that call.
 
     Args:
-        capture: `pipeline.capture`.
+        capture: `capture_call.capture`.
         all_sizes: whether all sizes are symbols from the beginning, instead of those that have differed.
         many: whether one program may be made for many sizes: each trace is to be that of one size otherwise.
 

@@ -1,0 +1,118 @@
+"""One capture: a call of a step runs once on fake tensors, again where the trace asks for it; nothing real changes.
+
+May import: aot_autograd, capture, errors, patches, spmd, step_log, trace.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Set
+from dataclasses import dataclass, replace
+from typing import Any
+
+from wholestep.aot_autograd.differentiate import differentiate
+from wholestep.capture import Args, Kwargs, PartsOf, Snapshot, new_objects, snapshot
+from wholestep.errors import LeakError
+from wholestep.patches import is_suspended
+from wholestep.spmd import BufferBroadcast
+from wholestep.step_log import collecting
+from wholestep.trace import ReentrantCheckpoint, SharedMemory, Traced, trace_step
+from wholestep.trace.numbers.symbolic_sizes import Sizes
+from wholestep.trace.outputs.leaks import Watch
+
+TakeSnapshot = Callable[..., Snapshot]  # called as `snapshot` is
+
+_thread = threading.local()
+_lock = threading.RLock()  # a capture puts fake numbers and aliases where all threads see them
+
+
+def is_tracing() -> bool:
+    """True inside of a step that this thread is capturing."""
+    return getattr(_thread, "tracing", False) and not is_suspended()
+
+
+def refuse_leaks(watch: Watch) -> None:
+    """Refuses a step that has left tensors of its capture alive elsewhere, once the pipeline has let go of its own."""
+    with _lock:  # no other thread's capture has set garbage aside
+        watch.refuse()
+
+
+def capture(
+    fn: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
+    varying: frozenset[str] = frozenset(),
+    decides: bool = False,
+    differentiable: bool = True,
+    take: TakeSnapshot = snapshot,
+    parts: PartsOf | None = None,
+    sync: BufferBroadcast | None = None,
+    sizes: Sizes | None = None,
+) -> tuple[Snapshot, Traced]:
+    """Runs the step once on fake tensors; everything real is as before when it returns or raises.
+
+    Args:
+        decides: Python may decide on bools that are not known before the step.
+        differentiable: whether results that require grad shall be differentiable outside of the step.
+        parts: in the global view, what tensors without a mark are of whole ones.
+        sync: in the local view, what broadcasts buffers.
+        sizes: those of tensors among the arguments that are symbols.
+    """
+    with _lock, new_objects() as new_ids:
+        world = take(fn, args, kwargs, varying=varying)
+        backward = differentiate if differentiable and world.differentiable else None
+        attempt = _Attempt(varying)
+        while True:
+            world.new_ids = new_ids
+            if sizes is not None:
+                sizes.begin()
+            how = decides, backward, sizes, attempt.reentrant, sync.begin if sync else None
+            following = attempt
+            try:
+                _thread.tracing = True
+                world.substitutes.put(parts, world.differentiable)
+                step = collecting(world.substitutes.aliases.exchange(fn))
+                traced = trace_step(step, args, kwargs, world, attempt.shared, *how)
+                if sync is None or not sync.again():
+                    return world, traced
+            except Exception as request:
+                following = attempt.after(request, world.reachable.outside.unseen)
+            finally:
+                _thread.tracing = False
+                world.restore()
+            if (following.varying, following.names) != (attempt.varying, attempt.names):
+                world = take(fn, args, kwargs, names=following.names, varying=following.varying)
+            attempt = following
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """How a step is traced, by what earlier attempts have found out.
+
+    Attributes:
+        varying: paths of numbers that are inputs, and of lists that are only appended to.
+        shared: memories that several inputs share.
+        reentrant: whether checkpoints run as written.
+        names: of modules that the step finds by them.
+    """
+
+    varying: frozenset[str]
+    shared: frozenset[int] = frozenset()
+    reentrant: bool = True
+    names: frozenset[str] = frozenset()
+
+    def after(self, request: Exception, unseen: Set[str]) -> _Attempt:
+        """The next attempt.
+
+        Raises:
+            Exception: none would help.
+        """
+        if unseen:
+            return replace(self, names=self.names | unseen)
+        if isinstance(request, SharedMemory):
+            return replace(self, shared=request.memories)
+        if isinstance(request, ReentrantCheckpoint):
+            return replace(self, reentrant=False)
+        if not isinstance(request, LeakError) or request.grown <= self.varying:  # none, or none that can stay unseen
+            raise request
+        return replace(self, varying=self.varying | request.grown)
