@@ -1,8 +1,4 @@
-"""How each type of object is walked: a table from type to handler.
-
-Bodies of functions are followed for user code only: torch, the standard library and installed packages change nothing
-that a guard could see, save through objects that are walked anyway.
-"""
+"""How each type of object is walked: a table from type to handler."""
 
 from __future__ import annotations
 
@@ -17,14 +13,12 @@ import hashlib
 import mmap
 import operator
 import queue
-import sys
 import threading
 import types
 import weakref
 from collections import ChainMap, OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, replace
-from itertools import accumulate
 from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 from xml.etree.ElementTree import Element
@@ -36,24 +30,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import BackwardHook
 
 from wholestep.capture import sources
-from wholestep.capture.guards.compared_values import EXACT_PLAIN, PLAIN, is_data, is_one_of_a_kind
+from wholestep.capture.guards.compared_values import EXACT_PLAIN, PLAIN, is_one_of_a_kind
 from wholestep.capture.outside.shared_generators import RANDOM
 from wholestep.capture.outside.stand_ins import AppendOnlyList, Cached, Stopped
+from wholestep.capture.snapshot import code_handlers as code
 from wholestep.capture.snapshot import container_kinds as kinds
-from wholestep.capture.snapshot.container_kinds import ContainerKind, UsedGlobals
-from wholestep.capture.snapshot.names_read import fields, global_names, imports, named, set_on_entry
+from wholestep.capture.snapshot.container_kinds import ContainerKind
+from wholestep.capture.snapshot.names_read import fields, set_on_entry
 from wholestep.capture.snapshot.reachable import NumberInput, Reachable
 from wholestep.capture.snapshot.tensors import walk_tensor
-from wholestep.capture.snapshot.user_code import (
-    is_holder,
-    is_installed,
-    is_library,
-    is_system,
-    is_user_class,
-    is_user_module,
-)
+from wholestep.capture.snapshot.user_code import is_holder, is_user_class
 from wholestep.errors import UnsupportedError
-from wholestep.patches import original
 from wholestep.tensor_parts import mark_states
 from wholestep.torch_compat import generator_id
 
@@ -90,8 +77,11 @@ def _random(found: Reachable, generator: Any, source: sources.Source) -> None:
     _plain_attributes(found, generator, source)
 
 
-def _iterator(found: Reachable, iterator: Any, source: sources.Source) -> None:
-    found.stand_ins[id(iterator)] = functools.partial(Stopped, iterator, source, found.outside.refused)
+def _stand_in(kind: Callable[..., Any]) -> Handler:
+    """Has something else stand in an object's place while the step is traced."""
+    def handle(found: Reachable, value: Any, source: sources.Source) -> None:
+        found.stand_ins[id(value)] = functools.partial(kind, value, source, found.outside.refused)
+    return handle
 
 
 def _builtin(found: Reachable, function: Any, source: sources.Source) -> None:
@@ -108,10 +98,6 @@ def _held(found: Reachable, method: Any, source: sources.Source) -> None:
         found.stand_ins[id(method)] = lambda: lambda *args, **kwargs: getattr(owner, method.__name__)(*args, **kwargs)
     if isinstance(owner, (*RANDOM, torch.Generator)):
         found.queue(method.__self__, sources.Attr(source, "__self__"))
-
-
-def _cached(found: Reachable, function: Any, source: sources.Source) -> None:
-    found.stand_ins[id(function)] = functools.partial(Cached, function, source, found.outside.refused)
 
 
 def _proxy(found: Reachable, proxy: types.MappingProxyType[Any, Any], source: sources.Source) -> None:
@@ -144,11 +130,13 @@ def _has_fields(found: Reachable, value: Any, source: sources.Source) -> None:
     found.add(value, source, kinds.FIELDS)
 
 
+_APPEND_ONLY, _STOPPED = _stand_in(AppendOnlyList), _stand_in(Stopped)
+
+
 def _sequence(kind: ContainerKind) -> Handler:
     def handle(found: Reachable, value: Any, source: sources.Source) -> None:
         if source.path in found.varying and type(value) in (list, deque):
-            found.stand_ins[id(value)] = functools.partial(AppendOnlyList, value, source, found.outside.refused)
-            return
+            return _APPEND_ONLY(found, value, source)
         found.add(value, source, kind)
         _fields(found, value, source)
     return handle
@@ -174,44 +162,7 @@ def _fields(found: Reachable, value: Any, source: sources.Source) -> None:
     _plain_attributes(found, value, source)
     if kinds.slot_names(type(value)):
         found.add(value, source, kinds.SLOTS)
-    _classes(found, value, source)
-
-
-def _classes(found: Reachable, value: Any, source: sources.Source) -> None:
-    for base in type(value).__mro__:
-        if is_user_class(base):
-            found.queue(base, sources.Attr(source, "__class__" if base is type(value) else base.__name__))
-        elif is_installed(base):
-            for method in vars(base).values():
-                if isinstance(method, types.FunctionType):
-                    _asks_types(found, method)
-
-
-# Those of the standard library that lead to functions; users' own may have state.
-_DESCRIPTORS = (functools.partialmethod, functools.cached_property, functools.singledispatchmethod)
-
-
-def _class(found: Reachable, kind: type, source: sources.Source) -> None:
-    if not is_user_class(kind):
-        return
-    found.add(kind, source, kinds.CLASS)
-    _has_fields(found, kind, source)
-    found.queue(type(kind), sources.Attr(source, "__class__"))
-    found.names_read.names.update(vars(kind).get("__match_args__", ()))
-    for name, member in vars(kind).items():
-        here = sources.Method(source, name)
-        functions = [(getattr(member, "__func__", member), here)]
-        if isinstance(member, property):
-            functions = [(getattr(member, part), sources.Method(here, part)) for part in ("fget", "fset", "fdel")]
-        functions = [(plain, place) for plain, place in functions if isinstance(plain, types.FunctionType)]
-        found.queued += functions
-        for plain, _ in functions:
-            if not is_library(plain.__code__.co_filename):
-                found.names_read.add(plain, name)
-        if not functions and (
-            isinstance(member, _DESCRIPTORS) or is_user_class(type(member)) and hasattr(member, "__get__")
-        ):
-            found.names_read.add(getattr(member, "func", None), name)
+    code.walk_classes(found, value, source)
 
 
 def _optimizer(found: Reachable, optimizer: torch.optim.Optimizer, source: sources.Source) -> None:
@@ -238,7 +189,7 @@ def _optimizer(found: Reachable, optimizer: torch.optim.Optimizer, source: sourc
             place = sources.Item(where, key) if i is None else sources.Item(sources.Item(where, key), i)
             found.numbers.append(NumberInput(place, number, container, key, i, setting=True))
     found.add(vars(optimizer), sources.Vars(source), kinds.ATTRIBUTES, optimizer, BOOKKEEPING)
-    _classes(found, optimizer, source)
+    code.walk_classes(found, optimizer, source)
 
 
 def _scheduler(found: Reachable, scheduler: LRScheduler, source: sources.Source) -> None:
@@ -247,95 +198,7 @@ def _scheduler(found: Reachable, scheduler: LRScheduler, source: sources.Source)
 
 
 def _function(found: Reachable, function: types.FunctionType, source: sources.Source) -> None:
-    for index, (name, cell) in enumerate(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)):
-        if id(cell) not in found.first:
-            found.add(cell, sources.Cell(source, (index, name)), kinds.CELL)
-    if function.__defaults__ or function.__kwdefaults__:
-        _has_fields(found, function, source)
-    found.add_attributes(function, source)
-    _asks_types(found, function)
-    if not is_library(function.__code__.co_filename):
-        if not isinstance(source, sources.Method):
-            found.names_read.add(function)
-        names = global_names(function.__code__)
-        if not named(function.__code__).isdisjoint(("globals", "f_globals", "eval", "exec")):
-            names = (*names, *(name for name in function.__globals__ if not name.startswith("__")))
-        table = id(function.__globals__)
-        fresh = tuple(name for name in names if (table, name) not in found.used_globals)
-        found.used_globals.update((table, name) for name in fresh)
-        if fresh:
-            of_module = sources.Globals(source, function.__module__ or "")
-            found.add(UsedGlobals(function.__globals__, fresh), of_module, kinds.GLOBALS)
-        _modules(found, function, source)
-    else:
-        found.names_read.names.add(function.__name__)
-
-
-def _modules(found: Reachable, function: types.FunctionType, source: sources.Source) -> None:
-    """The modules of the user's that a function imports, and what it names in those of libraries and their objects."""
-    table, names = function.__globals__, named(function.__code__)
-    place, of_names = sources.Globals(source, function.__module__ or ""), global_names(function.__code__)
-    holders = [(table[name], sources.of_module(place, name)) for name in of_names if name in table]
-    holders += [(held, source) for cell in function.__closure__ or () for held in kinds.CELL.read(cell).values()]
-    holders = [(holder, where) for holder, where in holders
-               if isinstance(holder, types.ModuleType) or handler(type(holder)) is None]  # type: ignore[arg-type]
-    if imports(function.__code__):
-        packages = accumulate(str(table.get("__package__") or "").split("."), "{}.{}".format)
-        above = ["", *(f"{package}." for package in packages)]
-        imported = [sys.modules[package + name] for package in above for name in names if package + name in sys.modules]
-        holders += [(module, source) for module in imported]
-        found.queued += [(module, sources.module(module.__name__)) for module in imported if is_user_module(module)]
-    asks_system = "sys" in names or any(holder is sys for holder, _ in holders)
-    if "__import__" in names or asks_system and names & {"modules", "getattr", "vars", "__dict__"}:  # by any name
-        loaded = [(name, held) for name, held in [*sys.modules.items()] if isinstance(held, types.ModuleType)]
-        found.queued += [(held, sources.module(name)) for name, held in loaded if is_user_module(held)]
-    if "modules" in names:
-        for name in sorted(names):
-            found.outside.settings.note(f"{name!r} in sys.modules", functools.partial(sys.modules.__contains__, name))
-    met: dict[int, Any] = {}
-    while holders:
-        holder, where = holders.pop()
-        if id(holder) in met or not isinstance(getattr(holder, "__dict__", None), dict) or is_user_module(holder):
-            continue
-        if isinstance(holder, types.ModuleType):
-            where = sources.module(holder.__name__)
-            if holder.__name__.partition(".")[0] == __package__.partition(".")[0]:
-                continue  # the package's own, which a capture changes
-        met[id(holder)] = all_of = vars(holder)
-        held = {name: original(holder, name) for name in sorted(names & all_of.keys())}  # another thread may patch it
-        holders += [(value, sources.Item(sources.Vars(where), name)) for name, value in held.items()]
-        fresh = tuple(name for name, value in held.items() if (id(all_of), name) not in found.used_globals
-                      and (is_data(value) or type(value) in _CODE))
-        if fresh:
-            found.used_globals.update((id(all_of), name) for name in fresh)
-            found.add(UsedGlobals(all_of, fresh, holder), sources.Vars(where), kinds.GLOBALS)
-
-
-_CODE = types.FunctionType, types.BuiltinFunctionType, type
-
-# Functions that tell symbolic numbers from Python's, or objects from others, and names beside which alone they do.
-_ASKING: dict[str, tuple[str, ...]] = {
-    "type": ("type",), "isinstance": ("SymFloat", "SymInt", "SymBool"), "hasattr": ("node",), "getattr": ("node",),
-    "id": ("id",), "hash": ("hash",),
-}  # fmt: skip
-
-
-def _getter(found: Reachable, getter: Any, source: sources.Source) -> None:
-    """`operator.attrgetter` and the like, which have names that no code has, and are compared as a whole."""
-    found.names_read.names.update(*(str(name).split(".") for name in getter.__reduce__()[1]))
-
-
-def _asks_types(found: Reachable, function: types.FunctionType) -> None:
-    table, names = function.__globals__, named(function.__code__)
-    for asks, beside in _ASKING.items() if not is_system(function.__code__.co_filename) else ():
-        if asks in names and asks not in table and not names.isdisjoint(beside):
-            found.asking[id(table), asks] = table, asks
-
-
-def _module(found: Reachable, module: types.ModuleType, source: sources.Source) -> None:
-    if is_user_module(module):
-        found.outside.modules.add(module)
-        found.add(vars(module), sources.Vars(source), kinds.MODULE, module)
+    code.walk_function(found, function, source, lambda kind: handler(kind) is not None)
 
 
 def _context(found: Reachable, context: Any, source: sources.Source) -> None:
@@ -378,11 +241,11 @@ HANDLERS: dict[type, Handler] = {
     types.MappingProxyType: _proxy,
     types.BuiltinFunctionType: _builtin,
     types.MethodType: _method,
-    types.ModuleType: _module,
-    **dict.fromkeys((functools.partial, *_DESCRIPTORS), _has_fields),
+    types.ModuleType: code.walk_module,
+    **dict.fromkeys((functools.partial, *code.DESCRIPTORS), _has_fields),
     BackwardCFunction: _context,
     BackwardHook: _object,
-    **dict.fromkeys(GETTERS, _getter),
+    **dict.fromkeys(GETTERS, code.walk_getter),
     **dict.fromkeys(map(type, ({}.keys(), {}.values(), {}.items())), _view),
     types.CellType: lambda found, value, source: found.add(value, source, kinds.CELL),
     **dict.fromkeys(DATA, _object),
@@ -390,12 +253,12 @@ HANDLERS: dict[type, Handler] = {
     **dict.fromkeys((weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet), _object),
     SynchronizedBase: _object,
     **dict.fromkeys((weakref.ref, weakref.ProxyType, weakref.CallableProxyType), _weak),
-    type(functools.cache(len)): _cached,
-    type: _class,
+    type(functools.cache(len)): _stand_in(Cached),
+    type: code.walk_class,
 }
 # Classes wait until all else is walked, optimizers and schedulers until classes are, so that a parameter is named after
 # its module: the queue in which each waits.
-WAITING: dict[Handler, int] = {_class: 0, _optimizer: 1, _scheduler: 1}
+WAITING: dict[Handler, int] = {code.walk_class: 0, _optimizer: 1, _scheduler: 1}
 # Registered operators and their namespaces keep books of their own, which change when one is first run.
 OPERATORS: tuple[type, ...] = (*map(type, (torch.ops, torch.ops.aten, torch.ops.aten.add, torch.ops.aten.add.Tensor)),)
 OPAQUE: tuple[type, ...] = (torch.library.CustomOpDef, *OPERATORS)
@@ -412,4 +275,4 @@ def handler(kind: type) -> Handler | None:
     held = is_holder(kind) and (kind.__dictoffset__ or kinds.slot_names(kind))
     if is_user_class(kind) or held or issubclass(kind, torch.nn.Module):  # this package's modules, too
         return _object
-    return _iterator if issubclass(kind, Iterator) else None
+    return _STOPPED if issubclass(kind, Iterator) else None

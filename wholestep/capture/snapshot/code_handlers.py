@@ -1,0 +1,164 @@
+"""How code is walked: functions, classes and modules, by the names that they can read.
+
+Bodies of functions are followed for user code only: torch, the standard library and installed packages change nothing
+that a guard could see, save through objects that are walked anyway.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+from wholestep.capture import sources
+from wholestep.capture.guards.compared_values import is_data
+from wholestep.capture.snapshot import container_kinds as kinds
+from wholestep.capture.snapshot.container_kinds import UsedGlobals
+from wholestep.capture.snapshot.names_read import global_names, imports, named
+from wholestep.capture.snapshot.reachable import Reachable
+from wholestep.capture.snapshot.user_code import is_installed, is_library, is_system, is_user_class, is_user_module
+from wholestep.patches import original
+
+
+def walk_classes(found: Reachable, value: Any, source: sources.Source) -> None:
+    """Walks the classes of an object: the user's whole, of installed packages what they ask for types."""
+    for base in type(value).__mro__:
+        if is_user_class(base):
+            found.queue(base, sources.Attr(source, "__class__" if base is type(value) else base.__name__))
+        elif is_installed(base):
+            for method in vars(base).values():
+                if isinstance(method, types.FunctionType):
+                    _asks_types(found, method)
+
+
+# Those of the standard library that lead to functions; users' own may have state.
+DESCRIPTORS = (functools.partialmethod, functools.cached_property, functools.singledispatchmethod)
+
+
+def walk_class(found: Reachable, kind: type, source: sources.Source) -> None:
+    """Walks a class of the user's: its attributes, its methods and what they can name."""
+    if not is_user_class(kind):
+        return
+    found.add(kind, source, kinds.CLASS)
+    found.add(kind, source, kinds.FIELDS)
+    found.queue(type(kind), sources.Attr(source, "__class__"))
+    found.names_read.names.update(vars(kind).get("__match_args__", ()))
+    for name, member in vars(kind).items():
+        here = sources.Method(source, name)
+        functions = [(getattr(member, "__func__", member), here)]
+        if isinstance(member, property):
+            functions = [(getattr(member, part), sources.Method(here, part)) for part in ("fget", "fset", "fdel")]
+        functions = [(plain, place) for plain, place in functions if isinstance(plain, types.FunctionType)]
+        found.queued += functions
+        for plain, _ in functions:
+            if not is_library(plain.__code__.co_filename):
+                found.names_read.add(plain, name)
+        if not functions and (
+            isinstance(member, DESCRIPTORS) or is_user_class(type(member)) and hasattr(member, "__get__")
+        ):
+            found.names_read.add(getattr(member, "func", None), name)
+
+
+def walk_function(
+    found: Reachable, function: types.FunctionType, source: sources.Source, is_walked: Callable[[type], bool]
+) -> None:
+    """Walks what a function holds, and what its code can name.
+
+    Args:
+        is_walked: tells the types of objects that are walked.
+    """
+    for index, (name, cell) in enumerate(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)):
+        if id(cell) not in found.first:
+            found.add(cell, sources.Cell(source, (index, name)), kinds.CELL)
+    if function.__defaults__ or function.__kwdefaults__:
+        found.add(function, source, kinds.FIELDS)
+    found.add_attributes(function, source)
+    _asks_types(found, function)
+    if not is_library(function.__code__.co_filename):
+        if not isinstance(source, sources.Method):
+            found.names_read.add(function)
+        names = global_names(function.__code__)
+        if not named(function.__code__).isdisjoint(("globals", "f_globals", "eval", "exec")):
+            names = (*names, *(name for name in function.__globals__ if not name.startswith("__")))
+        table = id(function.__globals__)
+        fresh = tuple(name for name in names if (table, name) not in found.used_globals)
+        found.used_globals.update((table, name) for name in fresh)
+        if fresh:
+            of_module = sources.Globals(source, function.__module__ or "")
+            found.add(UsedGlobals(function.__globals__, fresh), of_module, kinds.GLOBALS)
+        _modules(found, function, source, is_walked)
+    else:
+        found.names_read.names.add(function.__name__)
+
+
+def _modules(
+    found: Reachable, function: types.FunctionType, source: sources.Source, is_walked: Callable[[type], bool]
+) -> None:
+    """The modules of the user's that a function imports, and what it names in those of libraries and their objects."""
+    table, names = function.__globals__, named(function.__code__)
+    place, of_names = sources.Globals(source, function.__module__ or ""), global_names(function.__code__)
+    holders = [(table[name], sources.of_module(place, name)) for name in of_names if name in table]
+    holders += [(held, source) for cell in function.__closure__ or () for held in kinds.CELL.read(cell).values()]
+    holders = [(holder, where) for holder, where in holders
+               if isinstance(holder, types.ModuleType) or not is_walked(type(holder))]
+    if imports(function.__code__):
+        packages = accumulate(str(table.get("__package__") or "").split("."), "{}.{}".format)
+        above = ["", *(f"{package}." for package in packages)]
+        imported = [sys.modules[package + name] for package in above for name in names if package + name in sys.modules]
+        holders += [(module, source) for module in imported]
+        found.queued += [(module, sources.module(module.__name__)) for module in imported if is_user_module(module)]
+    asks_system = "sys" in names or any(holder is sys for holder, _ in holders)
+    if "__import__" in names or asks_system and names & {"modules", "getattr", "vars", "__dict__"}:  # by any name
+        loaded = [(name, held) for name, held in [*sys.modules.items()] if isinstance(held, types.ModuleType)]
+        found.queued += [(held, sources.module(name)) for name, held in loaded if is_user_module(held)]
+    if "modules" in names:
+        for name in sorted(names):
+            found.outside.settings.note(f"{name!r} in sys.modules", functools.partial(sys.modules.__contains__, name))
+    met: dict[int, Any] = {}
+    while holders:
+        holder, where = holders.pop()
+        if id(holder) in met or not isinstance(getattr(holder, "__dict__", None), dict) or is_user_module(holder):
+            continue
+        if isinstance(holder, types.ModuleType):
+            where = sources.module(holder.__name__)
+            if holder.__name__.partition(".")[0] == __package__.partition(".")[0]:
+                continue  # the package's own, which a capture changes
+        met[id(holder)] = all_of = vars(holder)
+        held = {name: original(holder, name) for name in sorted(names & all_of.keys())}  # another thread may patch it
+        holders += [(value, sources.Item(sources.Vars(where), name)) for name, value in held.items()]
+        fresh = tuple(name for name, value in held.items() if (id(all_of), name) not in found.used_globals
+                      and (is_data(value) or type(value) in _CODE))
+        if fresh:
+            found.used_globals.update((id(all_of), name) for name in fresh)
+            found.add(UsedGlobals(all_of, fresh, holder), sources.Vars(where), kinds.GLOBALS)
+
+
+_CODE = types.FunctionType, types.BuiltinFunctionType, type
+
+# Functions that tell symbolic numbers from Python's, or objects from others, and names beside which alone they do.
+_ASKING: dict[str, tuple[str, ...]] = {
+    "type": ("type",), "isinstance": ("SymFloat", "SymInt", "SymBool"), "hasattr": ("node",), "getattr": ("node",),
+    "id": ("id",), "hash": ("hash",),
+}  # fmt: skip
+
+
+def walk_getter(found: Reachable, getter: Any, source: sources.Source) -> None:
+    """`operator.attrgetter` and the like, which have names that no code has, and are compared as a whole."""
+    found.names_read.names.update(*(str(name).split(".") for name in getter.__reduce__()[1]))
+
+
+def _asks_types(found: Reachable, function: types.FunctionType) -> None:
+    table, names = function.__globals__, named(function.__code__)
+    for asks, beside in _ASKING.items() if not is_system(function.__code__.co_filename) else ():
+        if asks in names and asks not in table and not names.isdisjoint(beside):
+            found.asking[id(table), asks] = table, asks
+
+
+def walk_module(found: Reachable, module: types.ModuleType, source: sources.Source) -> None:
+    """Walks a module of the user's."""
+    if is_user_module(module):
+        found.outside.modules.add(module)
+        found.add(vars(module), sources.Vars(source), kinds.MODULE, module)
