@@ -56,7 +56,7 @@ def compile(  # noqa: A001 - the ecosystem's name
             the step's Python being run again, at the second call that has the size: the first one runs in eager
             (``eager_calls``), except with ``fullgraph=True``, passes or a backend. Sizes that Python or an operator
             decides on become guards; those that cannot be symbols, or that only one value serves, are listed in
-            ``specialized``. Sizes of 0 and 1 are apart.
+            ``specialized``. Sizes 0 and 1 are always specialised.
         fullgraph: True to refuse, with line and remedy, a step that cannot be captured whole: one that reads values of
             tensors, prints them or decides on them. By default the Python of such a step runs at each call, while its
             operators are deferred until a value is read and run as compiled segments; ``breaks`` says why. Without a

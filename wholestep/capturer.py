@@ -32,14 +32,21 @@ MAX_ENTRIES = 32
 class Capturer:
     """Captures a step, once for each kind of call that needs a program of its own.
 
+    Args:
+        entries: those that there are; each capture adds one.
+
     Attributes:
+        recompiles: why captures after the first were needed, one reason each.
         known: programs, graphs and optimizer state that earlier captures have left.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], options: pipeline.Options, take: TakeSnapshot, dynamic: bool | None
-    ) -> None:
+        self, fn: Callable[..., Any], options: pipeline.Options, take: TakeSnapshot, dynamic: bool | None,
+        entries: ProgramCache,
+    ) -> None:  # fmt: skip
         self._fn, self._options, self._take, self._dynamic = fn, options, take, dynamic
+        self._entries = entries
+        self.recompiles: list[str] = []
         self._overrides = Overrides(options.module_override)
         templates = dynamic is not False and options.executor.plain
         how = capture, bool(dynamic), options.many_sizes
@@ -47,25 +54,14 @@ class Capturer:
         self._varying: frozenset[str] = frozenset()
         self._fixed: frozenset[str] = frozenset()
 
-    def entry(self, args: Args, kwargs: Kwargs, failure: GuardFailure, entries: ProgramCache) -> Entry:
-        """Captures a call: gives an entry that serves it.
+    def capture(self, args: Args, kwargs: Kwargs, failure: GuardFailure) -> Entry:
+        """Captures a call: adds an entry that serves it, and says why it was needed.
 
         Args:
-            failure: why none of the others serves it.
-            entries: these.
+            failure: why none of the other entries serves the call.
         """
-        templates, by_size = self.known.templates, " shape: " in failure.reason
-        count = len(entries) if templates is None else templates.captures
-        may_run = failure.by_value and self._options.executor.plain and not self._options.fullgraph
-        if count >= MAX_ENTRIES or (may_run and entries.serve_seldom(count)):
-            way = "pass what changes in a tensor, leave out what the step does not use"
-            if by_size:
-                way = "pad to a few sizes" if self._dynamic is None else "compile with dynamic=None, pad to a few sizes"
-            raise CaptureError(
-                f"the step was captured {count} times in {entries.calls} calls; the last differs again: "
-                f"{failure.reason}",
-                remedy=f"{way}, or compile a smaller part of the step",
-            )
+        self._refuse_endless(failure)
+        templates, reason, evicts = self.known.templates, failure.reason, False
         if templates is not None:
             templates.decided = failure.outcomes
         for program in self.known.programs.values():
@@ -84,20 +80,27 @@ class Capturer:
             raise
         give_back()
         if templates is not None:
-            entry.shapes = {shapes((args, kwargs))}
+            entry.shapes, evicts = {shapes((args, kwargs))}, bool(templates.known)
+            reason = "; ".join([reason if templates.reason is None else templates.reason, *templates.notes])
+        if self._entries and reason:
+            self.recompiles.append(reason)
+        self._entries.add(entry, evicts)
         return entry
 
-    def reason(self, failure: GuardFailure) -> str:
-        """Why the last entry was needed."""
-        templates = self.known.templates
-        if templates is None:
-            return failure.reason
-        return "; ".join([failure.reason if templates.reason is None else templates.reason, *templates.notes])
-
-    @property
-    def many_sizes(self) -> bool:
-        """Whether there may be an entry for each size."""
-        return self.known.templates is not None and bool(self.known.templates.known)
+    def _refuse_endless(self, failure: GuardFailure) -> None:
+        """Raises a `CaptureError` where captures would go on for ever."""
+        templates, entries = self.known.templates, self._entries
+        count = len(entries) if templates is None else templates.captures
+        may_run = failure.by_value and self._options.executor.plain and not self._options.fullgraph
+        if count >= MAX_ENTRIES or (may_run and entries.serve_seldom(count)):
+            way = "pass what changes in a tensor, leave out what the step does not use"
+            if " shape: " in failure.reason:
+                way = "pad to a few sizes" if self._dynamic is None else "compile with dynamic=None, pad to a few sizes"
+            raise CaptureError(
+                f"the step was captured {count} times in {entries.calls} calls; the last differs again: "
+                f"{failure.reason}",
+                remedy=f"{way}, or compile a smaller part of the step",
+            )
 
     @property
     def from_template(self) -> bool:

@@ -83,9 +83,10 @@ class Compiled:
 
     def reset(self) -> None:
         """Forgets all captures, and which modules are replaced."""
-        self._entries, self._capturer = ProgramCache(), Capturer(*self.__getstate__())
+        self._entries = ProgramCache()
+        self._capturer = Capturer(self._fn, self._options, self._take, self._dynamic, self._entries)
         self._runner = StepRunner(self._fn, self._options, self._entries, self._capturer)
-        self.recompiles, self.breaks = self._runner.recompiles, self._runner.breaks
+        self.recompiles, self.breaks = self._capturer.recompiles, self._runner.breaks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # part of another step, or of a transform of `torch.func`, or of what TorchScript traces

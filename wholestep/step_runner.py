@@ -28,18 +28,17 @@ class StepRunner:
     """Runs the calls of one step.
 
     Args:
-        entries: its programs; added to.
-        capturer: makes them.
+        entries: its programs.
+        capturer: adds to them.
 
     Attributes:
-        recompiles, breaks, eager_calls: see `Compiled`.
+        breaks, eager_calls: see `Compiled`.
         co_run: runs the calls that no program serves, since the step cannot be captured for them; None until then.
     """
 
     def __init__(self, fn: Callable[..., Any], options: Options, entries: ProgramCache, capturer: Capturer) -> None:
         self._fn, self._options, self._executor = fn, options, options.executor
         self._entries, self._capturer = entries, capturer
-        self.recompiles: list[str] = []
         self.breaks: list[str] = []
         self.eager_calls = 0
         self.co_run: CoRun | None = None
@@ -99,17 +98,12 @@ class StepRunner:
     def _capture(self, args: Args, kwargs: Kwargs, failure: GuardFailure) -> Entry | Exception:
         """A new entry; or the error that ended its capture, where the step's Python may run instead."""
         try:
-            entry = self._capturer.entry(args, kwargs, failure, self._entries)
+            return self._capturer.capture(args, kwargs, failure)
         except Exception as error:
             if self._may_run_python(error):
                 return error
             take_back()
             raise
-        reason = self._capturer.reason(failure)
-        if self._entries and reason:
-            self.recompiles.append(reason)
-        self._entries.add(entry, self._capturer.many_sizes)
-        return entry
 
     def _first_call(self, entry: Entry, args: Args, kwargs: Kwargs, ready: Ready) -> Any:
         """Serves the call that an entry was captured for; where that fails, optimizers have no state, as before."""
