@@ -34,7 +34,7 @@ def finish(
     backward: Differentiated | None,
     state_outputs: Mapping[int, Input],
 ) -> Traced:
-    """Closes the graph.
+    """Closes the graph, and gathers what a replay needs besides it.
 
     Args:
         result, effects: as capture describes them.
@@ -43,37 +43,15 @@ def finish(
         backward: what the trace of a backward has added.
         state_outputs: index of a new value -> the gradient or state that it is.
     """
-    builder, outputs, items = recorder.builder, collector.outputs, recorder.inputs.items
-    sizes = recorder.storages.known
-    elsewhere = {size.item for size in sizes if not size.now}  # nowhere is left to write to
-    if backward is not None:
-        elsewhere |= {item for item, *_ in (*backward.rewritten, *backward.refused)}
-    written = [i for i in items if i.is_written and i.ref.parent is None and i not in elsewhere]  # type: ignore[union-attr]
-    gradients = [*backward.gradients, *(node for _, node in backward.late)] if backward else []
-    tangents = backward.tangents if backward else []
-    output = builder.graph.output((*outputs, *map(_new_value, written), *gradients))
-    gm = lazy_graph_module(builder.constants, builder.graph)
-    if backward is not None and backward.derivative.outputs:
-        _set_phases(gm.graph, backward.last)
-    dead_code(StepGraph(gm, Signature()))
-    in_aliases = [items[alias.input] for alias in collector.aliases if alias.input is not None]
-    named = backward.items if backward else []
-    graded = [*backward.inputs, *(item for item, _ in backward.late)] if backward else []
-    needed = [item.node for item in (*written, *in_aliases, *graded)]
-    used = order_inputs(gm.graph, needed, tangents)
-    order = {node: index for index, node in enumerate(used)}
-    written.sort(key=lambda item: order[item.node])
-    mutated = dict(enumerate(written, start=len(outputs)))
-    outputs.extend(map(_new_value, written))
-    output.args = ((*outputs, *gradients),)
-    gm.recompile()
-
+    builder, outputs, items, sizes = recorder.builder, collector.outputs, recorder.inputs.items, recorder.storages.known
+    gm, used, mutated = _close(recorder, collector, backward)
     by_node: dict[fx.Node, TracedInput] = {}
     for item in items:
         by_node.setdefault(item.node, item)
-    primals = [by_node[node] for node in used[: len(used) - len(tangents)]]
+    primals = [by_node[node] for node in used[: len(used) - len(backward.tangents if backward else ())]]
     asked, original = recorder.inputs.asked, recorder.inputs.world.substitutes.original
     resized = [size.item for size in sizes]
+    named = backward.items if backward else []
     inputs = list(dict.fromkeys([*primals, *items, *versions, *resized, *asked.values(), *named]))
     for index, item in enumerate(inputs):
         item.index = index
@@ -81,7 +59,7 @@ def finish(
     wholes = {index: _output(collector, place) for index, place in enumerate(new_values)}
     signature = Signature(
         [by_name[str(node.target)] for node in used],
-        len(outputs) + len(gradients),
+        len(gm.graph.output_node().args[0]),  # type: ignore[arg-type]
         {output: item.index for output, item in mutated.items()},
         builder.gradients,
         {output: state_outputs[i] for i, output in wholes.items() if output is not None and i in state_outputs},
@@ -106,6 +84,41 @@ def finish(
         refused=[(item.index, output, why) for item, output, why in backward.refused] if backward else [],
         answers=[(item.index, name, QUESTIONS[name](original(item.value))) for (_, name), item in asked.items()],
     )  # fmt: skip
+
+
+def _close(
+    recorder: Recorder, collector: OutputCollector, backward: Differentiated | None
+) -> tuple[fx.GraphModule, list[fx.Node], dict[int, TracedInput]]:
+    """Gives the graph its outputs, and takes out what they do not need.
+
+    Returns:
+        The graph, its placeholders in order, and the inputs that it gives new contents, by output.
+    """
+    builder, outputs = recorder.builder, collector.outputs
+    elsewhere = {size.item for size in recorder.storages.known if not size.now}  # nowhere is left to write to
+    gradients: list[fx.Node] = []
+    graded: list[TracedInput] = []
+    if backward is not None:
+        elsewhere |= {item for item, *_ in (*backward.rewritten, *backward.refused)}
+        gradients = [*backward.gradients, *(node for _, node in backward.late)]
+        graded = [*backward.inputs, *(item for item, _ in backward.late)]
+    items = recorder.inputs.items
+    written = [i for i in items if i.is_written and i.ref.parent is None and i not in elsewhere]  # type: ignore[union-attr]
+    output = builder.graph.output((*outputs, *map(_new_value, written), *gradients))
+    gm = lazy_graph_module(builder.constants, builder.graph)
+    if backward is not None and backward.derivative.outputs:
+        _set_phases(gm.graph, backward.last)
+    dead_code(StepGraph(gm, Signature()))
+    in_aliases = [items[alias.input] for alias in collector.aliases if alias.input is not None]
+    needed = [item.node for item in (*written, *in_aliases, *graded)]
+    used = order_inputs(gm.graph, needed, backward.tangents if backward else ())
+    order = {node: index for index, node in enumerate(used)}
+    written.sort(key=lambda item: order[item.node])
+    mutated = dict(enumerate(written, start=len(outputs)))
+    outputs.extend(map(_new_value, written))
+    output.args = ((*outputs, *gradients),)
+    gm.recompile()
+    return gm, used, mutated
 
 
 def _name_gradients(signature: Signature, backward: Differentiated, by_name: Mapping[str, Input], first: int) -> None:

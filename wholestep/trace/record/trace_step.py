@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from wholestep.capture import Args, Kwargs, Snapshot, new_values, outcome, state_outputs
+from wholestep.capture import Args, Effect, Kwargs, Snapshot, new_values, outcome, state_outputs
+from wholestep.capture.effects.recipes import Value
 from wholestep.capture.guards.compared_values import memory
 from wholestep.errors import CaptureError, DataDependentError, LeakError, UnsupportedError
 from wholestep.ir import Input
@@ -96,18 +97,7 @@ def _recorded(
     grad_mode = torch.is_grad_enabled()
     with recording():
         args, kwargs = world.substitutes.lift([recorder.numbers.input(n.source, n.value) for n in world.numbers])
-        try:
-            result = fn(*args, **kwargs)
-        except Exception as error:
-            with no_modes():
-                _refuse_shared_writes(recorder)  # had it been known, another error may have come first
-            if isinstance(error, CaptureError) and not error.where:  # from an object that capture put there
-                error.locate(line_of(error))
-            other = _in_our_words(error, recorder.numbers.refusal)
-            if other is not None:
-                explains = isinstance(other, DataDependentError) or other is recorder.numbers.refusal
-                raise other from (error if explains or makes_subclass(error) else None)
-            raise
+        result = _run(recorder, fn, args, kwargs)
     if recorder.numbers.refusal is not None:  # the step went on past it, on a way that eager would not have taken
         raise recorder.numbers.refusal
     torch.clear_autocast_cache()
@@ -117,13 +107,7 @@ def _recorded(
     collector = OutputCollector(recorder, world.substitutes.spread)
     world.replaces_gradients(gradients.tensors)
     recorder.builder.watch.add(value for value in world.substitutes.standing() if not isinstance(value, FakeTensor))
-    try:
-        effects, value = outcome(world, is_made, result)
-    except LeakError as error:
-        where = error.where or made_at(error.held) or made_at(inspect.unwrap(fn)) or line_of(error)
-        leak = LeakError(error.what, where, error.remedy)
-        leak.grown = error.grown
-        raise leak from None
+    effects, value = _outcome(world, result, fn)
     new = new_values(effects, value)
     collector.observe(new)
     versions = _versions(recorder, before)
@@ -137,6 +121,33 @@ def _recorded(
     if torch.is_grad_enabled() != grad_mode:
         traced.grad_mode = not grad_mode
     return traced
+
+
+def _run(recorder: Recorder, fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Runs the step; an error of its own, raised for what capture put there, is raised in our words."""
+    try:
+        return fn(*args, **kwargs)
+    except Exception as error:
+        with no_modes():
+            _refuse_shared_writes(recorder)  # had it been known, another error may have come first
+        if isinstance(error, CaptureError) and not error.where:  # from an object that capture put there
+            error.locate(line_of(error))
+        other = _in_our_words(error, recorder.numbers.refusal)
+        if other is not None:
+            explains = isinstance(other, DataDependentError) or other is recorder.numbers.refusal
+            raise other from (error if explains or makes_subclass(error) else None)
+        raise
+
+
+def _outcome(world: Snapshot, result: Any, fn: Callable[..., Any]) -> tuple[list[Effect], Value]:
+    """What the step has changed, and its result; a leak names the line that made what leaks."""
+    try:
+        return outcome(world, is_made, result)
+    except LeakError as error:
+        where = error.where or made_at(error.held) or made_at(inspect.unwrap(fn)) or line_of(error)
+        leak = LeakError(error.what, where, error.remedy)
+        leak.grown = error.grown
+        raise leak from None
 
 
 def _in_our_words(error: Exception, refusal: CaptureError | None) -> CaptureError | None:
