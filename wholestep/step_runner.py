@@ -5,7 +5,7 @@ May import: capture, capturer, co_run, deferred_init, errors, pipeline, runtime,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from wholestep.capture import Args, GuardFailure, Kwargs
@@ -14,7 +14,7 @@ from wholestep.co_run import CoRun
 from wholestep.deferred_init import fill
 from wholestep.errors import BreakError, CaptureError, LazyError, WholestepError
 from wholestep.pipeline import Options
-from wholestep.runtime import Entry, ProgramCache, Ready
+from wholestep.runtime import Entry, ProgramCache, Ready, Run
 from wholestep.step_log import collecting
 from wholestep.torch_compat import needs_memory
 from wholestep.trace.numbers.dynamic_shapes import shapes
@@ -75,7 +75,7 @@ class StepRunner:
             return self.co_run(*args, **kwargs)
         return self._serve_new(outcome, of_shapes, args, kwargs, ready)
 
-    def _serve_new(self, failure: GuardFailure, of_shapes: Any, args: Args, kwargs: Kwargs, ready: Ready) -> Any:
+    def _serve_new(self, failure: GuardFailure, of_shapes: Hashable, args: Args, kwargs: Kwargs, ready: Ready) -> Any:
         """Serves a call that no program does: in eager, by the step's Python from now on, or by a new capture."""
         entries, options = self._entries, self._options
         if failure.outcomes and options.may_run_python and not entries.may_branch():
@@ -119,8 +119,8 @@ class StepRunner:
             self._capturer.undo()
 
     @property
-    def _run(self) -> Callable[..., Any]:
-        """Runs an entry; called as `Entry` is."""
+    def _run(self) -> Run:
+        """What runs an entry."""
         return self._run_on_ranks if self._executor.is_distributed else Entry.__call__
 
     def _run_on_ranks(self, entry: Entry, values: list[Any], args: Args, kwargs: Kwargs, ready: Ready) -> Any:

@@ -10,4 +10,4 @@ from wholestep.runtime.backward_programs import Backward
 from wholestep.runtime.compiled_module import compiled_module
 from wholestep.runtime.entry import Entry, Ready
 from wholestep.runtime.program import DonatedInputs, Program, donated_inputs, give_back, saved_places
-from wholestep.runtime.program_cache import ProgramCache
+from wholestep.runtime.program_cache import ProgramCache, Run

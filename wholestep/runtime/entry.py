@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -79,7 +79,7 @@ class Entry:
         self, traced: Traced, binder: Binder, program: Program, releases: bool = False, terms: Any = None,
         donated: DonatedInputs | None = None,
     ) -> None:  # fmt: skip
-        self.shapes: set[Any] = set()  # of arguments that it has served, where it is one of many for various ones
+        self.shapes: set[Hashable] = set()  # of arguments that it has served, where it is one of many for various ones
         self.traced, self.binder, self.program, self.terms = traced, binder, program, terms
         self.donated, self.early_exit = donated, EarlyExit.of(traced)
         self.releases = releases and self.early_exit is None  # another program may have to begin where this one did

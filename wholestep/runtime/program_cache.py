@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from wholestep.capture import Args, Binder, GuardFailure, Kwargs
 from wholestep.runtime.entry import Entry, Ready
 
-# Of programs for many sizes: how many stay, and how many of them with their memory.
+# How many programs are kept where each size may have its own, and how many of them keep their memory.
 MAX_SIZES, AT_HAND = 64, 8
-# Programs up to which one is made as soon as a size comes that none serves, where there is one that serves many.
+# Up to so many programs, a size that none serves gets one at once, if one of them serves many sizes.
 AT_ONCE = 8
-# At which of its calls a new size gets a program, beyond the second size: while there is room, and when there is none.
-# Before, it runs in eager: sizes that never come again cost no half a second for a program that serves one call.
+# At which of its calls a new size gets a program: while there is room for more, and when there is none. Until then it
+# runs in eager: sizes that never come again cost no half a second for a program that serves one call.
 COMES_AGAIN, OFTEN = 2, 16
 
-
-# How many captures outcomes of decisions get at once, and at all, and after how many calls there is one more.
+# Outcomes of a step's decisions: how many get a program at once, how many in all, and after how many calls one more.
 BRANCHES, MOST_BRANCHES, CALLS_A_BRANCH = 3, 8, 32
 
-# Captures beyond which each must have served so many calls, on average: else numbers come that never come again.
+# Beyond so many captures each must have served so many calls, on average: else it is for numbers that never come again.
 FEW, CALLS_A_CAPTURE = 8, 4
+
+# Runs an entry on the inputs that its binder gave; called as `Entry` is.
+Run = Callable[[Entry, list[Any], Args, Kwargs, Ready], Any]
 
 
 class ProgramCache(list[Entry]):
-    """Entries, the last used first.
+    """The entries of one step, the last used first.
 
     Attributes:
         sized: whether they differ in the shapes of their arguments.
@@ -37,11 +39,9 @@ class ProgramCache(list[Entry]):
         super().__init__()
         self.sized, self.calls = False, 0
         self._evicts = False
-        self._came: Counter[Any] = Counter()  # how often shapes came that have no entry
+        self._came: Counter[Hashable] = Counter()  # how often shapes came that have no entry
 
-    def serve(
-        self, args: Args, kwargs: Kwargs, ready: Ready, run: Callable[..., Any], shapes: Any, walks: bool
-    ) -> Any:
+    def serve(self, args: Args, kwargs: Kwargs, ready: Ready, run: Run, shapes: Hashable, walks: bool) -> Any:
         """Serves a call by the first program that fits it, or says why none does (`GuardFailure`).
 
         Whether all objects are those of an earlier call is told in microseconds, so all programs are asked for that
@@ -49,7 +49,6 @@ class ProgramCache(list[Entry]):
 
         Args:
             ready: called once it is clear which program serves, before it runs.
-            run: runs an entry; called as `Entry` is.
             shapes: of the arguments, where entries are `sized`.
             walks: whether what the step can see is walked at all.
         """
@@ -70,14 +69,14 @@ class ProgramCache(list[Entry]):
                     decided = outcome
         return decided if decided.outcomes else next((failures[e] for e in candidates if e in failures), decided)
 
-    def _candidates(self, shapes: Any) -> list[Entry]:
+    def _candidates(self, shapes: Hashable) -> list[Entry]:
         """Those that may serve a call: those of its shapes, then those for many, else one for its reason."""
         if not self.sized:
             return list(self)
         alike = [e for e in self if shapes in e.shapes]
         return alike + [e for e in self if e.many is not None and shapes not in e.shapes] or self[:1]
 
-    def _has_served(self, entry: Entry, shapes: Any) -> None:
+    def _has_served(self, entry: Entry, shapes: Hashable) -> None:
         if shapes is not None:
             if len(entry.shapes) >= 16 * MAX_SIZES:
                 entry.shapes.clear()
@@ -118,7 +117,7 @@ class ProgramCache(list[Entry]):
         """Whether there were many captures for the calls that came."""
         return FEW <= captures > self.calls / CALLS_A_CAPTURE
 
-    def is_rare(self, shapes: Any) -> bool:
+    def is_rare(self, shapes: Hashable) -> bool:
         """Whether shapes that no program serves have come too seldom to get one; counts them."""
         if any(shapes in entry.shapes for entry in self):
             return False
