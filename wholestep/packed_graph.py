@@ -25,9 +25,7 @@ from wholestep.sizes import plain
 from wholestep.torch_compat import FakeTensor, FakeTensorMode, lazy_graph_module, no_modes
 
 # What is pickled; subclasses of these and all other types are kept by reference.
-PLAIN = {
-    NoneType, bool, int, float, complex, str, tuple, list, dict, slice, immutable_list, immutable_dict, torch.Size,
-}  # fmt: skip
+PLAIN = {NoneType, bool, int, float, complex, str, tuple, list, dict, slice, immutable_list, immutable_dict, torch.Size}
 
 
 class Packed:

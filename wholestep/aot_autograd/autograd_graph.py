@@ -137,9 +137,7 @@ def structure(
     return Structure(key, shape.outside, tensors, hooks, packed)
 
 
-def free(
-    call: Engine, roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[Any], accumulate: bool
-) -> None:
+def free(call: Engine, roots: Sequence[Any], grads: Sequence[Any], inputs: Sequence[Any], accumulate: bool) -> None:
     """Lets go of what the graph of a backward saved, as running it does; arguments as for `structure`."""
     _walk(call, roots, grads, inputs, accumulate, False)
 

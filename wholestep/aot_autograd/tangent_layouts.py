@@ -83,9 +83,7 @@ def _counted(node: fx.Node) -> fx.Node | None:
     return _base_and_views(node.args[0])[0]  # type: ignore[arg-type]
 
 
-def specialized(
-    halves: Partitioned, strides: Sequence[Strides], offsets: Sequence[int] = ()
-) -> SpecializedBackward:
+def specialized(halves: Partitioned, strides: Sequence[Strides], offsets: Sequence[int] = ()) -> SpecializedBackward:
     """The backward for tangents of certain strides.
 
     Args:

@@ -62,8 +62,7 @@ class Guard:
             return self.expected.fit(found)
         if self.kind != "value" or type(self.expected) is not type(found):
             return bool(type(self.expected) is type(found) and self.expected == found)
-        return bool(same_plain(found, self.expected) or
-                    (self.expected != self.expected and found != found))
+        return bool(same_plain(found, self.expected) or (self.expected != self.expected and found != found))
 
     def __str__(self) -> str:
         return self.where + (f" is {self.expected}" if self.kind == "is" else f" {self.kind}: {self._expectation()}")

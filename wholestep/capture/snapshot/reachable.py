@@ -183,6 +183,4 @@ class Reachable:
         """The source of what a container holds, or may come to hold, at a key."""
         if container.numbered and key in container.before:
             return Nth(container.source, list(container.before).index(key))
-        return container.kind.child(
-            container.source, key if type(key) in (str, int) else self.first.get(id(key), key)
-        )
+        return container.kind.child(container.source, key if type(key) in (str, int) else self.first.get(id(key), key))

@@ -141,9 +141,7 @@ class DetachedAliases:
         found: id of an alias -> where its original was found.
     """
 
-    def __init__(
-        self, tensors: Iterable[TensorInput], replaced: Mapping[int, torch.nn.Module] | None = None
-    ) -> None:
+    def __init__(self, tensors: Iterable[TensorInput], replaced: Mapping[int, torch.nn.Module] | None = None) -> None:
         self.of: dict[int, Any] = dict(replaced or {})
         self.found: dict[int, TensorInput] = {}
         self._known = {id(f.tensor): f for f in tensors}

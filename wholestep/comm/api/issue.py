@@ -222,9 +222,7 @@ def numbers(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [one.view(torch.uint8) if one.dtype is torch.bool else one for one in pairs(tensors)]
 
 
-def group_root(
-    group: Group, rank: int | None, group_rank: int | None, name: str, default: int | None = None
-) -> int:
+def group_root(group: Group, rank: int | None, group_rank: int | None, name: str, default: int | None = None) -> int:
     """Rank in the group, given as a global rank or as ``group_…``.
 
     Args:

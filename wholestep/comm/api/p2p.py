@@ -56,9 +56,7 @@ def _check(what: str, row: Collective, group: Group, peer: tuple[int | None, int
         raise ValueError(f"Tag must be nonnegative and below 2**31, found {tag}")
     rank = get_group(group).rank()
     if rank >= 0 and group_root(group, *peer, row.root, row.default_root) == rank:
-        raise ValueError(
-            f"Invalid {what} rank: {what} rank should not be the same as the rank of the current process."
-        )
+        raise ValueError(f"Invalid {what} rank: {what} rank should not be the same as the rank of the current process.")
 
 
 @with_plan_cache(SEND)

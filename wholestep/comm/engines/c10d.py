@@ -214,9 +214,7 @@ class C10dGroup(ProcessGroup):
         made, to, source = self._options(kind, opts), movable(outs), movable(ins)
         return self._call(op, words, outs, lambda: row.start(self._engine, to, source, made))
 
-    def _reduce(
-        self, op: str, words: str, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Options
-    ) -> Work:
+    def _reduce(self, op: str, words: str, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Options) -> Work:
         """Gloo knows neither AVG nor PREMUL_SUM, so they scale after or before. It has no reduce-scatter: an all-reduce
         of which one part is kept. Its reduce sums in the tensors of all ranks.
 
@@ -263,9 +261,7 @@ class C10dGroup(ProcessGroup):
         to, source = movable([output, input])
         self.sequence += 1
         words = description(self.sequence, "all_to_all", None, opts)
-        return self._call(
-            "all_to_all", words, [output], lambda: self._engine.alltoall_base(to, source, *splits, made)
-        )  # fmt: skip
+        return self._call("all_to_all", words, [output], lambda: self._engine.alltoall_base(to, source, *splits, made))
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
         to = movable(tensors)

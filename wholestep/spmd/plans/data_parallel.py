@@ -81,9 +81,7 @@ def backward_passes(step: StepGraph) -> dict[fx.Node, int]:
 class _Reductions:
     """Adds the constraints to one step, in place."""
 
-    def __init__(
-        self, step: StepGraph, group: AxisGroup, reduce: str, divided: DividedParameters | None
-    ) -> None:  # fmt: skip
+    def __init__(self, step: StepGraph, group: AxisGroup, reduce: str, divided: DividedParameters | None) -> None:
         self.step, self.group, self.divided = step, group, divided
         self.addends = Partial("avg" if reduce == "mean" else "sum")
         self.passes = backward_passes(step)

@@ -221,10 +221,7 @@ def _attention(call: Call, by_queries: bool = False) -> Iterator[Strategy]:
 
 _KERNELS: dict[str, Rule] = {_ON_CPU: partial(_attention, by_queries=True), **dict.fromkeys(_ON_CUDA, _attention)}
 
-RULES |= {
-    **_KERNELS,
-    **{f"{kernel}_backward": linear(rule) for kernel, rule in _KERNELS.items()},
-}
+RULES |= {**_KERNELS, **{f"{kernel}_backward": linear(rule) for kernel, rule in _KERNELS.items()}}
 
 
 _SEQUENCES = ["input", "output", "grad_output"]  # [time, batch, features], whatever `batch_first` says

@@ -17,14 +17,7 @@ from wholestep.functional import operator_of
 from wholestep.ir import StepGraph, check, copy_graph, info, set_info
 from wholestep.nested import map_leaves, tensors_of
 from wholestep.sizes import SizeDecisions, has_size, plain, sized_fake
-from wholestep.torch_compat import (
-    FakeTensorMode,
-    OpOverload,
-    empty_fake,
-    evaluated,
-    expression_of,
-    lazy_graph_module,
-)
+from wholestep.torch_compat import FakeTensorMode, OpOverload, empty_fake, evaluated, expression_of, lazy_graph_module
 from wholestep.trace import Traced
 from wholestep.trace.numbers.many_sizes import ManySizes
 from wholestep.trace.numbers.symbolic_sizes import Held, Sizes, is_size

@@ -16,14 +16,7 @@ from wholestep.fake_evaluate import results
 from wholestep.functional import OFFSETS
 from wholestep.ir import InputKind, wrapped_as
 from wholestep.nested import leaves, map_leaves
-from wholestep.torch_compat import (
-    HOOK_TABLES,
-    IS_VIEW,
-    FakeTensor,
-    fake_of,
-    generator_id,
-    no_modes,
-)
+from wholestep.torch_compat import HOOK_TABLES, IS_VIEW, FakeTensor, fake_of, generator_id, no_modes
 from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
 from wholestep.trace.record.graph_builder import GraphBuilder, fake_value
 from wholestep.trace.record.provenance import user_line
