@@ -39,11 +39,7 @@ class Compiled:
     """
 
     def __init__(
-        self,
-        fn: Callable[..., Any],
-        options: Options,
-        take: TakeSnapshot = snapshot,
-        dynamic: bool | None = False,
+        self, fn: Callable[..., Any], options: Options, take: TakeSnapshot = snapshot, dynamic: bool | None = False
     ) -> None:
         fn = fn._fn if isinstance(fn, Compiled) else fn
         functools.update_wrapper(self, fn, updated=())

@@ -24,22 +24,13 @@ _KINDS = {
         "every rank makes the same calls of compiled steps in the same order: one that leaves out a batch, or goes on "
         "after an interrupt, is a call behind",
     ),
-    "state": (
-        "the ranks' optimizer states",
-        "load the optimizer's state on every rank, before its first step",
-    ),
-    "setting": (
-        "the ranks' optimizers",
-        "give the optimizer the same settings on every rank",
-    ),
+    "state": ("the ranks' optimizer states", "load the optimizer's state on every rank, before its first step"),
+    "setting": ("the ranks' optimizers", "give the optimizer the same settings on every rank"),
     "batch": (
         "the ranks' batches",
         "give all ranks batches of one shape: pad the last ones, or drop them (DataLoader(drop_last=True))",
     ),
-    "plans": (
-        "the ranks' plans",
-        "compile the step with the same mesh and the same plans on every rank",
-    ),
+    "plans": ("the ranks' plans", "compile the step with the same mesh and the same plans on every rank"),
     "random generator": (
         "the ranks' random generators",
         "between steps, draw as many random numbers on each rank, or a rank's own from a torch.Generator",
