@@ -70,17 +70,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> None:  # fmt: skip
         super().__init__()
         Joinable.__init__(self)
-        if mixed_precision is not None:
-            raise UnsupportedError(
-                "DistributedDataParallel with mixed_precision",
-                remedy="torch.autocast around forward and loss, bf16_compress_hook for what is sent, or "
-                "fully_shard(mp_policy=MixedPrecisionPolicy(…))",
-            )
-        if delay_all_reduce_named_params is not None or param_to_hook_all_reduce is not None:
-            raise UnsupportedError(
-                "DistributedDataParallel with delay_all_reduce_named_params and param_to_hook_all_reduce",
-                remedy="leave them out: buckets are sent in the order in which their gradients come",
-            )
+        _refuse_unsupported(mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce)
         if device_mesh is not None:
             if process_group is not None:
                 raise RuntimeError(
@@ -339,6 +329,20 @@ class _FollowOthers(JoinHook):
 
 def _device_type(module: nn.Module) -> str:
     return next((p.device.type for p in module.parameters()), "cpu")
+
+
+def _refuse_unsupported(mixed_precision: Any, delayed: Any, hooked: Any) -> None:
+    if mixed_precision is not None:
+        raise UnsupportedError(
+            "DistributedDataParallel with mixed_precision",
+            remedy="torch.autocast around forward and loss, bf16_compress_hook for what is sent, or "
+            "fully_shard(mp_policy=MixedPrecisionPolicy(…))",
+        )
+    if delayed is not None or hooked is not None:
+        raise UnsupportedError(
+            "DistributedDataParallel with delay_all_reduce_named_params and param_to_hook_all_reduce",
+            remedy="leave them out: buckets are sent in the order in which their gradients come",
+        )
 
 
 def _check(named: list[tuple[str, nn.Parameter]], device_ids: list[Any]) -> None:
