@@ -117,6 +117,7 @@ def build(
     """
     executor, capture_for = options.executor, known.templates or capture
     while True:
+        # capture and trace, with the state that optimizers make in their first step
         known.traced = False
         initial = known.initial = InitialState(take(fn, args, kwargs, varying=varying))
         if options.decides:  # which may be taken after an update
@@ -129,6 +130,8 @@ def build(
         dropped = initial.drop(kept=read)
         if overrides:  # which may look at it
             initial.fill()
+
+        # passes and lowering
         donated = None
         if options.donates:
             donated = donated_inputs(traced, len(args[0]), read_by(traced.effects, traced.result))
@@ -137,6 +140,8 @@ def build(
         if traced.many is not None:
             traced.many.decisions = program.sizes
             traced.many = None if program.sizes.specialized else traced.many
+
+        # the ranks agree, and whole tensors become the parts that the program keeps
         inputs = signature.inputs[: traced.n_inputs]
         values = [original(item.value) for item in traced.inputs[: len(inputs)]]
         mutated = [traced.inputs[i].source for i in signature.mutations.values()]
@@ -148,6 +153,8 @@ def build(
         initial.fill()
         if not cut.moved:
             break  # else the program is for another layout than tensors have as parts
+
+    # guards, and a fast path around what is there now
     said = bool(parts or cut.any) and say_parts(container.owner for container in world.containers)
     if cut.any or dropped or said:
         unread = world.replaced_gradients
