@@ -17,8 +17,8 @@ from wholestep.comm.ops.functional_collectives import piece
 from wholestep.ir import GETITEM, NodeInfo, info, set_info
 from wholestep.nested import tensors_of
 from wholestep.spmd import rules
+from wholestep.spmd.expand.call_expansion import built
 from wholestep.spmd.expand.calls import Call, R
-from wholestep.spmd.expand.expand import built
 from wholestep.spmd.expand.strategy import Build, Strategy
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Opaque, Partial, Placement, Shard
