@@ -104,22 +104,22 @@ class _Recording(TorchDispatchMode):
         Args:
             small: small results are none to record.
         """
-        twins: dict[int, torch.Tensor] = {}
+        originals: dict[int, torch.Tensor] = {}
 
-        def twin(leaf: Any) -> Any:
+        def on_meta(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             made = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
-            twins[id(made)] = leaf
+            originals[id(made)] = leaf
             return made
 
         meta = {"device": torch.device("meta")} if any(a.name == "device" for a in func._schema.arguments) else {}
         options = {key: value for key, value in kwargs.items() if key not in ("generator", "pin_memory")}
         try:
-            result = func(*map_leaves(twin, args), **map_leaves(twin, options) | meta)
+            result = func(*map_leaves(on_meta, args), **map_leaves(on_meta, options) | meta)
         except (NotImplementedError, RuntimeError):
             return None
-        fresh = [one for one in tensors_of(result) if id(one) not in twins]
+        fresh = [one for one in tensors_of(result) if id(one) not in originals]
         if not (fresh or written) or (small and sum(one.nbytes for one in fresh) < LIMIT):
             return None
         made = {id(one): self._without_values(one) for one in fresh}
@@ -141,7 +141,7 @@ class _Recording(TorchDispatchMode):
                 found = record_of(one)
                 assert found is not None
                 found.writes.append(write)
-        return (map_leaves(lambda leaf: twins.get(id(leaf), made.get(id(leaf), leaf)), result),)
+        return (map_leaves(lambda leaf: originals.get(id(leaf), made.get(id(leaf), leaf)), result),)
 
     def _without_values(self, like: torch.Tensor) -> torch.Tensor:
         made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)

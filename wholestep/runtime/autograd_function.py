@@ -97,14 +97,14 @@ class CompiledFunction(torch.autograd.Function):
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         plan: Plan = ctx.plan
         backward, derivative = plan.backward, plan.derivative
-        arrived: Sequence[Any] = tangents if plan.reads_all else [tangents[i] for i in backward.halves.tangents]
-        strides = tuple(map(_strides, arrived))
+        read: Sequence[Any] = tangents if plan.reads_all else [tangents[i] for i in backward.halves.tangents]
+        strides = tuple(map(_strides, read))
         served, alone = backward.served.get(strides), transforms_active()
         if served is None or alone or backward.by_memory:
-            served, arrived, alone = _unusual(backward, arrived, alone)
+            served, read, alone = _unusual(backward, read, alone)
         if served.layouts is not None:
-            arrived = list(map(_laid_out, arrived, served.layouts))
-        there = [t for t in arrived if t is not None] if None in strides else arrived
+            read = list(map(_laid_out, read, served.layouts))
+        there = [t for t in read if t is not None] if None in strides else read
         values = all_saved(ctx)
         values += there
         behind = list(values) if torch.is_grad_enabled() else ()
@@ -188,9 +188,9 @@ def _is_odd(tangent: torch.Tensor) -> bool:
     return tangent.layout is not torch.strided or is_batched(tangent)
 
 
-def _unusual(backward: Backward, arrived: Sequence[Any], alone: bool) -> tuple[Served, list[Any], bool]:
+def _unusual(backward: Backward, read: Sequence[Any], alone: bool) -> tuple[Served, list[Any], bool]:
     """For tangents not found by strides: the program, the tangents, and whether to run it operator by operator."""
-    shown = [t.resolve_conj().resolve_neg() if t is not None and (t.is_conj() or t.is_neg()) else t for t in arrived]
+    shown = [t.resolve_conj().resolve_neg() if t is not None and (t.is_conj() or t.is_neg()) else t for t in read]
     alone = alone or any(t is not None and _is_odd(t) for t in shown)
     if alone:
         return backward.serve(backward.traced(shown)), shown, alone

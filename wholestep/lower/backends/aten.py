@@ -136,7 +136,7 @@ class Program:
     def consume(self, inputs: list[Any]) -> list[Any]:
         """Runs one step on inputs that it may let go of; then the list is empty.
 
-        Memory of the signature's `dying` inputs is free after their last reader, if nobody else holds them.
+        Memory of the signature's `donated` inputs is free after their last reader, if nobody else holds them.
         """
         graded = torch.is_grad_enabled()
         if graded:

@@ -56,13 +56,13 @@ def finish(
     for index, item in enumerate(inputs):
         item.index = index
     by_name = {i.name: i for i in builder.inputs}
-    wholes = {index: _output(collector, place) for index, place in enumerate(new_values)}
+    state_places = {index: _output(collector, place) for index, place in enumerate(new_values)}
     signature = Signature(
         [by_name[str(node.target)] for node in used],
         len(gm.graph.output_node().args[0]),  # type: ignore[arg-type]
         {output: item.index for output, item in mutated.items()},
         builder.gradients,
-        {output: state_outputs[i] for i, output in wholes.items() if output is not None and i in state_outputs},
+        {output: state_outputs[i] for i, output in state_places.items() if output is not None and i in state_outputs},
     )
     if backward is not None:
         _name_gradients(signature, backward, by_name, len(outputs))
