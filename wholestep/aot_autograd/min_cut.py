@@ -23,7 +23,7 @@ LARGEST = 2**31 - 2  # scipy's flows are 32-bit numbers
 
 @dataclass(frozen=True)
 class Value:
-    """One value of a `Problem`.
+    """One value that may be kept for a later phase, or made again in it.
 
     Attributes:
         operands: indices of the values that it is made from, all below its own.

@@ -131,7 +131,7 @@ class GlobalView:
     """Plans of the global view with the ranks that each spreads the step over.
 
     Attributes:
-        plans, lines: one of each for an axis of the mesh, in its order.
+        plans, groups: one of each for an axis of the mesh, in its order.
     """
 
     plans: tuple[GlobalPlan, ...]
