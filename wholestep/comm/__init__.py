@@ -66,7 +66,8 @@ from wholestep.comm.process_group import (
 )
 from wholestep.comm.reduce_op import RedOpType, ReduceOp, premul_sum
 from wholestep.comm.shared_tensors import empty
-from wholestep.comm.stores.store import FileStore, HashStore, PrefixStore, Store
+from wholestep.comm.stores.file_store import FileStore
+from wholestep.comm.stores.store import HashStore, PrefixStore, Store
 from wholestep.comm.stores.store_barrier import store_based_barrier
 from wholestep.comm.stores.tcp_store import TCPStore
 from wholestep.comm.work import Work

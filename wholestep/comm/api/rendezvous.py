@@ -15,7 +15,8 @@ from wholestep.comm.api.groups import DEFAULT_GROUP, NonMember, get_group, is_in
 from wholestep.comm.api.tracing import not_recorded
 from wholestep.comm.engines import c10d
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, ProcessGroup
-from wholestep.comm.stores.store import FileStore, HashStore, PrefixStore, Store
+from wholestep.comm.stores.file_store import FileStore
+from wholestep.comm.stores.store import HashStore, PrefixStore, Store
 from wholestep.comm.stores.store_barrier import store_based_barrier
 from wholestep.comm.stores.tcp_store import TCPStore
 from wholestep.errors import DistError
