@@ -1,4 +1,4 @@
-"""Plan executor: the passes that the plans of one step add, and the ranks' preflight checks before it runs."""
+"""Plan executor: the passes that the plans of one step add, and how its ranks start a program together."""
 
 from __future__ import annotations
 

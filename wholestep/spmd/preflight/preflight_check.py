@@ -1,4 +1,4 @@
-"""Preflight check: ranks compare their contracts before a step runs and fail together on a mismatch."""
+"""Preflight check: what the ranks of a step tell each other about its calls, to fail together on a mismatch."""
 
 from __future__ import annotations
 
