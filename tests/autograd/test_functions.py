@@ -200,6 +200,34 @@ def test_views_of_inputs_are_made_again_and_not_copied() -> None:
     assert own == 1, "of the forward's own values, only the hidden layer is saved"
 
 
+class Named(nn.Module):
+    """A module with names of its own that a compiled step has, too."""
+
+    captures = 7
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages, self.state = nn.ModuleList([nn.Linear(3, 3)]), torch.zeros(3)
+        self.code = nn.Parameter(torch.ones(3))
+
+    def reset(self) -> str:
+        self.state = torch.zeros(3)
+        return "reset"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state = self.state + self.stages[0](x).detach().sum(0) * self.code.detach()
+        return self.stages[0](x) * self.state  # type: ignore[no-any-return]
+
+
+def test_what_a_compiled_module_has_by_a_name_comes_before_what_is_said_of_its_programs() -> None:
+    module = Named()
+    compiled = ws.compile(module)
+    compiled(torch.ones(2, 3))
+    assert module.state.any() and compiled.reset() == "reset" and not module.state.any()
+    assert compiled.stages is module.stages and compiled.code is module.code and compiled.captures == 7
+    assert not compiled.recompiles and ws.compile(nn.Linear(3, 3)).captures == 0
+
+
 def test_a_compiled_module_is_the_module_in_all_but_calls() -> None:
     model = Net()
     compiled = ws.compile(model, fullgraph=True)

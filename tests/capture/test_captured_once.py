@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.amp import GradScaler
 
 import wholestep as ws
 from tests.support.equal import World, assert_same_run
@@ -293,6 +294,24 @@ def test_programs_that_take_turns_are_told_apart_without_a_walk() -> None:
         walked.append(sum(entry.binder.slow_calls for entry in compiled._entries))
     assert compiled.captures == 4 and walked[8] == walked[-1]
     assert all(map(torch.equal, net.state_dict().values(), worlds[1][1].state_dict().values()))
+
+
+def test_what_the_program_of_another_call_replaces_is_compared_without_a_walk() -> None:
+    """`GradScaler.update` leaves a new table of states, which the calls that accumulate see."""
+    def accumulate(net: nn.Module, opt: optim.Optimizer, scaler: GradScaler, x: Tensor, last: bool) -> None:
+        scaler.scale(net(x).square().sum()).backward()
+        if last:
+            scaler.step(opt)
+            scaler.update()
+            opt.zero_grad()
+
+    compiled, worlds, walked = ws.compile(accumulate), [(*parts(), GradScaler("cpu")) for _ in range(2)], []
+    for call in range(14):
+        for step, (net, opt, x, scaler) in zip((compiled, accumulate), worlds, strict=True):
+            step(net, opt, scaler, x + call, call % 2 == 1)
+        walked.append(sum(entry.binder.slow_calls for entry in compiled._entries))
+    assert not compiled.breaks and walked[9] == walked[-1]
+    assert all(map(torch.equal, *(world[0].state_dict().values() for world in worlds)))
 
 
 class Scaled:

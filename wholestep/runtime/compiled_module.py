@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -15,8 +16,13 @@ class _Of:
         self.name = name
 
     def __get__(self, module: Any, kind: type) -> Any:
-        hooked = module is not None and module._is_hooked()
-        return getattr(kind._forward if hooked else kind._compiled, self.name)  # type: ignore[attr-defined]
+        if module is None:
+            return getattr(kind._compiled, self.name)  # type: ignore[attr-defined]
+        with suppress(AttributeError):  # of its class
+            return getattr(super(CompiledModule, module), self.name)
+        with suppress(AttributeError):  # a child, a parameter or a buffer
+            return kind.__getattr__(module, self.name)  # type: ignore[attr-defined]
+        return getattr(kind._forward if module._is_hooked() else kind._compiled, self.name)  # type: ignore[attr-defined]
 
 
 class CompiledModule:

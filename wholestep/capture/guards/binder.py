@@ -21,7 +21,8 @@ from wholestep.capture.effects.replay_code import Apply, Replay
 from wholestep.capture.guards.compared_values import memory
 from wholestep.capture.guards.fast_path import Fast, FastPath
 from wholestep.capture.guards.guards import GuardFailure, compare
-from wholestep.capture.guards.per_call_objects import PERSISTENT
+from wholestep.capture.guards.per_call_objects import CONTAINERS, PERSISTENT
+from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.garbage_collection import no_collection
 from wholestep.capture.snapshot.snapshot import Snapshot, snapshot
 from wholestep.capture.sources import Args, Kwargs, Source
@@ -79,6 +80,8 @@ class Binder:
         self._mutated = frozenset(source.path for source in mutated)
         self._replaced_gradients = snap.replaced_gradients
         self._outcome = effects, result
+        self._replaced = {*replaced_containers(effects)}
+        self._held: dict[tuple[str, Any], tuple[int, int]] = {}  # which object had which container, by place
         self.slow_calls = 0
         batch = [(f.source, f.tensor) for f in snap.tensors.values() if f.kind == "batch"]
         self.arguments = [f"{x}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for x, t in batch]
@@ -89,7 +92,14 @@ class Binder:
 
     def _generate(self, snap: Snapshot) -> GeneratedPath:
         """A path around the objects of a call, kept for those to come."""
-        path = FastPath(snap, self.inputs, self._mutated, replaced_containers(self._outcome[0]), self._sizeless)
+        held = {(c.source.path, key): (id(c.owner), id(value)) for c in snap.containers if c.kind is not kinds.TENSOR
+                for key, value in c.before.items() if type(key) is str and isinstance(value, CONTAINERS)}  # fmt: skip
+        self._replaced |= {  # by another program, or between calls
+            place for place, (owner, value) in held.items() for before in (self._held.get(place),)
+            if before is not None and before[0] == owner and before[1] != value
+        }
+        self._held = held
+        path = FastPath(snap, self.inputs, self._mutated, self._replaced, self._sizeless)
         replay = Replay(*self._outcome, path)
         given = _given(snap.call.args, snap.call.kwargs)
         self._paths.pop(given, None)

@@ -27,7 +27,7 @@ from wholestep.torch_compat import HOOK_TABLES
 PERSISTENT = (torch.nn.Module, torch.optim.Optimizer)
 _NAMED = (kinds.ATTRIBUTES, kinds.SLOTS, kinds.CELL, kinds.GLOBALS)
 _SEQUENCES = (kinds.LIST, kinds.TUPLE, kinds.SET, kinds.FROZENSET, kinds.DEQUE)
-_CONTAINERS = (dict, list, tuple, deque)
+CONTAINERS = (dict, list, tuple, deque)
 _BOUND = (MethodType, partial)  # made anew where a step is given `object.method`
 
 
@@ -60,12 +60,12 @@ class PerCallObjects:
         places = {path for path, _ in replaced}
         for container in snap.containers:
             for key, value in container.before.items() if container.source.path in places else ():
-                if isinstance(value, _CONTAINERS) and (container.source.path, key) in replaced:
+                if isinstance(value, CONTAINERS) and (container.source.path, key) in replaced:
                     self._mark(value)
             if isinstance(container.owner, torch.optim.Optimizer) or container.kind not in _NAMED:
                 continue
             for key, value in container.before.items():
-                if type(value) in _CONTAINERS and key not in REGISTRIES and self._holds_tensor(value, set()):
+                if type(value) in CONTAINERS and key not in REGISTRIES and self._holds_tensor(value, set()):
                     self._mark(value)
 
     def _mark(self, value: Any) -> None:
@@ -97,7 +97,7 @@ class PerCallObjects:
     def _holds_tensor(self, value: Any, seen: set[int]) -> bool:
         if isinstance(value, torch.Tensor):
             return True
-        if type(value) not in _CONTAINERS or id(value) in seen:
+        if type(value) not in CONTAINERS or id(value) in seen:
             return False
         seen.add(id(value))
         return any(self._holds_tensor(v, seen) for v in (value.values() if isinstance(value, dict) else value))
