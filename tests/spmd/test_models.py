@@ -13,7 +13,8 @@ import torch
 
 import wholestep as ws
 from tests.spmd.test_expand import cut, rows_of_everything
-from tests.support.spmd_models import FIRST, HELD_OUT, OURS, make, train
+from tests.support.spmd_equal import precision
+from tests.support.spmd_models import FIRST, HELD_OUT, make, train
 from wholestep.capture_call import capture
 from wholestep.ir import check, info
 from wholestep.report.missing_rules import missing_rules
@@ -34,8 +35,14 @@ def _double() -> Iterator[None]:
 
 
 def compare(name: str, sizes: tuple[int, ...]) -> None:
+    made = make(name)  # which loads its module
+    with precision(torch.float64):
+        compare_steps(made, sizes)
+
+
+def compare_steps(made: tuple[Any, ...], sizes: tuple[int, ...]) -> None:
     """Rows of everything along each axis, in turn."""
-    traced = capture(train, make(name), {}, differentiable=False)[1]
+    traced = capture(train, made, {}, differentiable=False)[1]
     step, real = traced.step, [item.value for item in traced.inputs]
     assert not missing_rules(step)
     values = [_value(real[i] if i < len(real) else None, info(node).value) for i, node in enumerate(step.placeholders)]
@@ -52,11 +59,10 @@ def compare(name: str, sizes: tuple[int, ...]) -> None:
         parts = [_part(value, [(rest.inputs[i], line) for rest, line in axes]) for i, value in enumerate(values)]
         return list(program.gm(*parts)), axes
 
-    rtol = 1e-10 if name in OURS else 1e-6  # transformers' models compute some values in float32
     for outputs, axes in run_ranks(rank, math.prod(sizes), "thread"):
         for index, (whole, found) in enumerate(zip(wanted, outputs, strict=True)):
             want = _part(whole, [(rest.outputs.get(index, Replicate()), line) for rest, line in axes])
-            torch.testing.assert_close(found, want, rtol=rtol, atol=rtol / 100)
+            torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-12)
 
 
 def _value(real: Any, fake: Any) -> Any:

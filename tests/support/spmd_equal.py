@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from rich.console import Console
 from torch import Tensor
-from transformers.models.llama import modeling_llama
-from transformers.models.t5 import modeling_t5
+from transformers.models.llama import modeling_llama  # noqa: F401 - loaded, for `precision`
+from transformers.models.t5 import modeling_t5  # noqa: F401
 
 import wholestep as ws
 from tests.support.spmd_recipes import PLANS, RECIPES, STEPS, Batch, Recipe, plans_of, step
@@ -63,21 +63,21 @@ class Cell:
 
 @contextlib.contextmanager
 def precision(dtype: torch.dtype) -> Iterator[None]:
-    """Computes all in a dtype: what these models compute in float32 always is, too, in the other one."""
-    homes, real = (modeling_llama, modeling_t5), torch.Tensor.float
-    own_torch = [home.torch for home in homes]
+    """Computes all in a dtype: what loaded models of transformers compute in float32 always is, too, in the other."""
+    loaded = [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]
+    homes, real = [module for module in loaded if vars(module).get("torch") is torch], torch.Tensor.float
     torch.set_default_dtype(dtype)
     if dtype == torch.float64:
         torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
         for home in homes:
-            home.torch = _Double(home.torch)  # type: ignore[attr-defined]
+            home.torch = _Double(torch)  # type: ignore[attr-defined]
     try:
         yield
     finally:
         torch.set_default_dtype(torch.float32)
         torch.Tensor.float = real  # type: ignore[method-assign]
-        for home, before in zip(homes, own_torch, strict=True):
-            home.torch = before  # type: ignore[attr-defined]
+        for home in homes:
+            home.torch = torch  # type: ignore[attr-defined]
 
 
 class _Double:
