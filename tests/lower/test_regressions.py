@@ -277,7 +277,7 @@ def test_losses_leave_the_arena_where_it_is(loss: str, reduction: str) -> None:
     x, y = torch.randn(40, 50), torch.randn(40, 50)
     compiled = ws.compile(step, fullgraph=True)
     compiled(x, y)
-    program = compiled._latest().run
+    program = compiled._entries[0].program.run
     before = {key: arena.untyped_storage().data_ptr() for key, arena in program._arena.items()}
     assert torch.equal(compiled(x, y), step(x, y))
     assert before == {key: arena.untyped_storage().data_ptr() for key, arena in program._arena.items()}

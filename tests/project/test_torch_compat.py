@@ -129,6 +129,7 @@ from wholestep.torch_compat import (
     sequence_number,
     set_grad_mode,
     set_versions,
+    setting_addresses,
     setting_functions,
     simplified,
     size_symbol,
@@ -762,6 +763,28 @@ def test_tensors_lie_within_pythons_objects_where_c_code_reads_them():
     assert ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 2)(functions[0])(*at) == 0 and dim.value == 2
     at[1] = ctypes.byref(sizes)
     assert ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 2)(functions[4])(*at) == 0 and sizes[:2] == [2, 3]
+
+
+def test_versions_and_gradients_are_where_c_code_reads_them():
+    x, (at, *_) = torch.nn.Parameter(torch.ones(2, 3)), tensor_offsets()
+    wants_gradient, gradient, is_inference, version, count = tensor_functions()[6:]
+    tensor, implementation = ctypes.c_void_p(id(x) + at), ctypes.c_void_p.from_address(id(x) + at)
+    assert ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(wants_gradient)(implementation)
+    assert not ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p)(is_inference)(tensor)
+    read = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(gradient)
+    none = read(implementation)[0]
+    x.grad = torch.zeros(2, 3)
+    assert none != read(implementation)[0] == x.grad._cdata
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(count)(tensor)
+    assert ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(version)(tensor) == x._version == 1
+
+
+def test_settings_are_where_c_code_reads_them():
+    reads = [ctypes.CFUNCTYPE(ctypes.c_uint8, ctypes.c_void_p)(address) for address, _ in setting_addresses()]
+    arguments = [argument for _, argument in setting_addresses()]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = [read(argument) for read, argument in zip(reads, arguments, strict=True)]
+    assert len(found) == 12 and found[0] == 0 and found[4] == 1  # gradients, autocast on the CPU
 
 
 def test_threads_are_those_of_torchs_openmp():
