@@ -263,7 +263,9 @@ static PyObject *grads(PyObject *self, PyObject *tensors) {
     for (Py_ssize_t i = 0; found != NULL && i < count; i++) {
         char *object = tensor_at(tensors, i);
         int none = object != NULL && *get_grad(*(void **)(object + cpp)) == undefined;
-        PyObject *value = none ? Py_NewRef(Py_None) : object == NULL ? NULL : PyObject_GetAttr((PyObject *)object, grad);
+        PyObject *value = NULL;
+        if (object != NULL)
+            value = none ? Py_NewRef(Py_None) : PyObject_GetAttr((PyObject *)object, grad);
         if (value == NULL || PyList_SetItem(found, i, value) < 0)
             return Py_DecRef(found), NULL;
     }
@@ -308,9 +310,10 @@ static PyObject *advance(PyObject *self, PyObject *args) {
     for (Py_ssize_t i = 0, count = PyTuple_Size(tensors); i < count; i++) {
         char *object = counted_at(tensors, i);
         PyObject *version = object == NULL ? NULL : PyTuple_GetItem(wanted, i);
-        int64_t goal = version == NULL ? 0 : PyLong_AsLongLong(version), now = PyErr_Occurred() ? 0 : get_version(object + cpp);
+        int64_t goal = version == NULL ? 0 : PyLong_AsLongLong(version);
         if (PyErr_Occurred())
             return NULL;
+        int64_t now = get_version(object + cpp);
         for (; now < goal && now + FEW_WRITES >= goal; now++) count_write(object + cpp);
         reached = reached && now == goal;
     }
@@ -340,10 +343,12 @@ static PyObject *settings(PyObject *self, PyObject *functions) {
     if (PyBytes_AsStringAndSize(functions, &pairs, &size) < 0)
         return NULL;
     intptr_t *words = (intptr_t *)pairs;
-    uint8_t found[64];
     Py_ssize_t count = size / (Py_ssize_t)(2 * sizeof *words);
-    for (Py_ssize_t i = 0; i < count && i < 64; i++) found[i] = ((setting_t *)words[2 * i])(words[2 * i + 1]);
-    return PyBytes_FromStringAndSize((char *)found, count);
+    PyObject *found = PyBytes_FromStringAndSize(NULL, count);
+    char *bytes = found == NULL ? NULL : PyBytes_AsString(found);
+    for (Py_ssize_t i = 0; bytes != NULL && i < count; i++)
+        bytes[i] = (char)((setting_t *)words[2 * i])(words[2 * i + 1]);
+    return found;
 }
 
 static PyObject *use(PyObject *self, PyObject *args) {
@@ -372,11 +377,11 @@ static PyMethodDef METHODS[] = {
     {"layouts", layouts, METH_O, "Sizes, strides, dtypes, devices and requires_grad of a tuple of tensors, as bytes."},
     {"hooks", hooks, METH_O, "Hook tables of a tuple of tensors that have any, each with its number."},
     {"grads", grads, METH_O, "The gradients of a tuple of tensors."},
-    {"versions", versions, METH_VARARGS, "The version counters of a tuple of tensors after so many more writes to each."},
+    {"versions", versions, METH_VARARGS, "The version counters of tensors after so many more writes to each."},
     {"advance", advance, METH_VARARGS, "Moves version counters on; whether each is then at a number."},
     {"identical", identical, METH_VARARGS, "Whether two iterables of one length hold the very same objects."},
     {"settings", settings, METH_O, "What functions give for their arguments, pairs of words, as bytes."},
-    {"use", use, METH_VARARGS, "Says the class of tensors, offsets within them, torch's functions, a tensor without gradient."},
+    {"use", use, METH_VARARGS, "Says the class of tensors, offsets within them, torch's functions, a tensor as probe."},
     {NULL, NULL, 0, NULL},
 };
 
