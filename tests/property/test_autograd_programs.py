@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -130,7 +130,9 @@ def outcome(program: Program, call: Any) -> list[Any]:
     gradients = any(i.op == "autograd_grad" for i in program.body)
     try:
         results = call(world.inputs)
-    except UnsupportedError:
+    except UnsupportedError as error:
+        if "is a view of another" in str(error):
+            reject()  # `tests.zoo.programs` asks that of a tensor that it is about to write, not the program
         raise
     except (RuntimeError, IndexError, ValueError) as error:
         return [("the call", _words(error))]  # a failed capture leaves the inputs alone, eager may have begun
