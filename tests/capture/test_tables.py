@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from wholestep.capture.guards import bulk, compared_values
 from wholestep.capture.guards.bulk import ANY, flatten, native
+from wholestep.capture.guards.fast_path import _in_slices
 
 
 def matches(tables, empty):
@@ -197,3 +198,12 @@ def test_inference_mode_is_told_apart():
     with torch.inference_mode():
         assert compared_values.quick_settings() != first[0]
     assert compared_values.quick_state() == first
+
+
+def test_inputs_that_follow_each_other_are_sliced():
+    places = {f"t[{i}]": i for i in range(6)}
+    for expressions, code in (
+        (["x", *places, "y"], ["x", "*t[0:6]", "y"]), (["t[2]", "t[3]", "x", "t[4]"], ["t[2]", "t[3]", "x", "t[4]"]),
+        (["t[3]", "t[4]", "t[5]", "t[0]"], ["*t[3:6]", "t[0]"]), (["x", "y"], ["x", "y"]), ([], []),
+    ):  # fmt: skip
+        assert _in_slices(expressions, places) == code

@@ -73,7 +73,7 @@ def global_state() -> tuple[Any, ...]:
 
 
 def quick_state() -> tuple[Any, ...]:
-    """What is equal where `global_state` is."""
+    """Equal where `global_state` is, and only there; in less time."""
     return quick_settings(), *_modes()
 
 
