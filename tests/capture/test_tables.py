@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from wholestep.capture.guards import bulk, compared_values
@@ -18,6 +18,14 @@ from wholestep.capture.guards.fast_path import _in_slices
 
 def matches(tables, empty):
     return bulk.match(flatten(tables, empty), tables, empty)
+
+
+def gather(*args):
+    return bulk.gather(bytearray(), *args)
+
+
+def recall(*args):
+    return bulk.recall(*args, bytearray())
 
 
 def naively(tables, empty):
@@ -83,23 +91,84 @@ def test_bad_arguments():
 
 def test_values_are_gathered_where_keys_are_known():
     state = {ONE: {"step": 1, "sum": 2}, OTHER: {}}
-    assert bulk.gather([{"a": 3, "b": 4}, {}], [state], [("step", "sum"), ()]) == [3, 4, 1, 2]
+    assert gather([{"a": 3, "b": 4}, {}], [state], [("step", "sum"), ()]) == [3, 4, 1, 2]
     for keys in ([("sum", "step"), ()], [("step",), ()], [("step", "sum")], [("step", "sum"), (), ()]):
-        assert bulk.gather([], [state], keys) is None
-    assert bulk.gather([], [], []) == [] and bulk.gather([], [{1: 2}], [()]) is None
+        assert gather([], [state], keys) is None
+    assert gather([], [], []) == [] and gather([], [{1: 2}], [()]) is None
+
+
+CHANGES: list[Callable[[dict[object, object], str, object], object]] = [
+    lambda table, key, value: table.update({key: value}), lambda table, key, value: table.pop(key, None),
+    dict.setdefault, lambda table, key, value: vars(_Owner(table)).update({key: value}),
+    lambda table, key, value: setattr(_Owner(table), key, value), lambda table, key, value: table and table.popitem(),
+    lambda table, key, value: table.clear(), lambda table, key, value: table.__ior__({key: value}), dict.get,
+]  # fmt: skip
+
+
+class _Owner:
+    """An object with a table as its attributes."""
+
+    def __init__(self, table):
+        self.__dict__ = table
+
+
+@pytest.fixture(params=["by versions", "whole"])
+def _versions(request):
+    """Whether tables that have not changed are known by their versions, where Python has them."""
+    native.use_versions(bulk.version_offset() if request.param == "by versions" else 0)
+    yield
+    native.use_versions(bulk.version_offset())
+
+
+@pytest.mark.usefixtures("_versions")
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.sampled_from(CHANGES), st.sampled_from("abc"), st.sampled_from([ONE, OTHER, ANY])),
+                max_size=8), st.booleans(), st.booleans())  # fmt: skip
+def test_changes_of_tables_are_seen(changes, ordered, nested):
+    table: dict[object, object] = {"a": ONE, "b": OTHER}
+    entry, memo, outer = (table, ("a", "b"), (ONE, ANY), ordered), bytearray(), {ONE: table}
+    flat, last = flatten([entry], []), [None] * 2
+    weak = (weakref.ref(_Owner({})), None)
+    for change, key, value in [(dict.get, "a", None), *changes]:
+        change(table, key, value)
+        assert bulk.match(flat, [entry], []) == bulk.match(flat, [entry], []) == naively([entry], [])
+        for _ in range(2):
+            if nested:
+                found = bulk.gather(memo, [], [outer], [("a", "b")])
+                assert found == (list(table.values()) if list(table) == ["a", "b"] else None)
+            else:
+                found = bulk.gather(memo, [table], [], [])
+                assert found == list(table.values())
+            if found is not None:
+                assert not bulk.recall(found, weak, last, memo)  # others than these were there
+
+
+@pytest.mark.usefixtures("_versions")
+def test_tensors_of_tables_are_recalled_where_they_are_the_last_ones():
+    table, memo = {"a": torch.ones(1), "b": torch.ones(2)}, bytearray()
+    more = torch.ones(3)
+    weak, last = tuple([weakref.ref(t) for t in (*table.values(), more)]), [None] * 3
+    for _ in range(3):
+        found = [*bulk.gather(memo, [table], [], []), more]
+        assert bulk.recall(found, weak, last, memo) and last == found
+        last[:] = [None] * 3
+        assert not bulk.recall([*found[:2], None], weak, last, memo) and last[2] is more
+    table["b"] = torch.ones(2)
+    for _ in range(2):
+        assert not bulk.recall([*bulk.gather(memo, [table], [], []), more], weak, last, memo)
 
 
 def test_what_lives_is_recalled():
     tensors = [torch.ones(1), torch.ones(2)]
     weak = (weakref.ref(tensors[0]), None, weakref.ref(tensors[1]))
     last: list[object] = [None] * 3
-    assert bulk.recall([tensors[0], None, tensors[1]], weak, last) and last[0] is tensors[0] and last[1] is None
-    assert not bulk.recall([tensors[1], None, tensors[1]], weak, last) and last[2] is tensors[1]
-    assert not bulk.recall([tensors[0], None], weak, last)
+    assert recall([tensors[0], None, tensors[1]], weak, last) and last[0] is tensors[0] and last[1] is None
+    assert not recall([tensors[1], None, tensors[1]], weak, last) and last[2] is tensors[1]
+    assert not recall([tensors[0], None], weak, last)
     last.clear()
     del tensors[1]
     last = [None] * 3
-    assert bulk.recall([tensors[0], None, None], weak, last) and last[2] is None
+    assert recall([tensors[0], None, None], weak, last) and last[2] is None
 
 
 def _set(name: str, value: object) -> Callable[[torch.Tensor], object]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from ctypes import c_size_t, sizeof
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -54,6 +57,45 @@ def _reads_tensors() -> bool:
 
 _NATIVE = _reads_tensors()
 hooks, grads, versions = (native.hooks, native.grads, native.versions) if _NATIVE else (_hooks, _grads, _versions)
+
+
+class _Changed:
+    attribute: Any
+    other: Any
+
+
+def _changes(changed: _Changed) -> Iterator[None]:
+    """Changes the attributes of an object in many ways, the frequent ones often enough to be specialized."""
+    table = vars(changed)
+    for value in range(100):
+        changed.attribute = [value]
+        yield
+        setattr(changed, "other" if value % 2 else "attribute", [value])
+        yield
+        table["attribute"] = [value]
+        yield
+    for change in (partial(table.update, more=1), partial(table.setdefault, "fourth", 2), partial(table.pop, "more"),
+                   partial(delattr, changed, "fourth"), table.popitem, table.clear):  # fmt: skip
+        change()
+        yield
+
+
+def version_offset() -> int:
+    """Where a dictionary has the number that each change of it replaces (PEP 509); 0 where it proves not to.
+
+    Python 3.13 does not move it at each change of attributes, and 3.14 has none.
+    """
+    if sys.implementation.name != "cpython" or sys.version_info >= (3, 13):
+        return 0
+    changed = _Changed()
+    offset = object.__basicsize__ + sizeof(c_size_t)  # behind the number of items
+    version = c_size_t.from_address(id(vars(changed)) + offset)
+    versions = [version.value for _ in _changes(changed)]
+    still = {version.value for _ in (vars(changed), len(vars(changed)), [*vars(changed)])}
+    return offset if len({*versions}) == len(versions) and still == {versions[-1]} else 0
+
+
+native.use_versions(version_offset())
 
 
 def count_writes(tensors: tuple[torch.Tensor, ...], counts: tuple[int, ...]) -> None:

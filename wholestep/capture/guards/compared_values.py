@@ -123,8 +123,11 @@ class PersistentTensors:
     is kept alive between two calls.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], watched: list[int], mutated: set[int], written: bool) -> None:
+    def __init__(
+        self, tensors: list[torch.Tensor], watched: list[int], mutated: set[int], written: bool, memo: bytearray
+    ) -> None:
         self.last: list[Any] = tensors
+        self._memo = memo  # of `gather`, which gives them
         self._weak: tuple[weakref.ref[torch.Tensor] | None, ...] = ()
         self._gone = [None] * len(tensors)
         self.meta = [(metadata(t), bool(vars(t))) for t in tensors]
@@ -151,7 +154,7 @@ class PersistentTensors:
 
     def known(self, tensors: list[torch.Tensor]) -> bool:
         """Begins a call: holds its tensors. False where the program could tell them from those of the last call."""
-        return recall(tensors, self._weak, self.last) or self._rebind(tensors)
+        return recall(tensors, self._weak, self.last, self._memo) or self._rebind(tensors)
 
     def _rebind(self, tensors: list[torch.Tensor]) -> bool:
         """Takes new tensors in the place of the last ones, if the program cannot tell them apart."""

@@ -65,7 +65,7 @@ class FastPath:
         names = ", ".join(name for name, _ in self._per_call.tensors)
         new = [tensor for _, tensor in self._per_call.tensors]
         new_written = [found[id(t)].source.path in mutated for t in new]
-        last = PersistentTensors(tensors, self._persistent.watched, written, any(new_written))
+        last = PersistentTensors(tensors, self._persistent.watched, written, any(new_written), self._persistent.memo)
         write.space |= {"persistent": last, "known": last.known}
         if not new:
             return last

@@ -36,6 +36,7 @@ class PersistentObjects:
     Attributes:
         tensors: theirs, which the code has in the list ``t``.
         watched: positions in it of those that want gradients.
+        memo: what `gather` remembers.
     """
 
     def __init__(self, snap: Snapshot, writer: CodeWriter, per_call: PerCallObjects, inputs: Sequence[Source]) -> None:
@@ -45,6 +46,7 @@ class PersistentObjects:
         self._containers = [c for c in snap.containers if id(c.owner) not in per_call.ids and c.kind not in constant]
         self.tensors: list[torch.Tensor] = []
         self.watched: list[int] = []
+        self.memo = bytearray()
         self._whole: set[int] = set()
         self._nested: set[int] = set()
         self._inner: dict[int, dict[Any, Any]] = {}
@@ -85,7 +87,7 @@ class PersistentObjects:
                 singles.append(write.name(found.tensor))
         self._whole = ids
         tables = write.constant([c.value for c in nested]), write.constant([tuple(table) for table in inner])
-        write.lines.append(f"t = gather({write.constant(whole)}, {', '.join(tables)})")
+        write.lines.append(f"t = gather({write.constant(self.memo)}, {write.constant(whole)}, {', '.join(tables)})")
         write.lines.append(f"t += [{', '.join(singles)}]")
         self._compare_gradients()
         self._compare_metadata()

@@ -21,6 +21,7 @@ typedef void change_t(void *tensor);
 typedef uint8_t setting_t(intptr_t argument);
 static PyTypeObject *base;
 static Py_ssize_t cpp, hook_tables[2]; /* offsets within the Python object */
+static Py_ssize_t version_at;          /* within a dictionary */
 static get_int_t *get_dtype, *get_device_type, *get_device_index;
 static get_long_t *get_dim;
 static get_list_t *get_sizes, *get_strides;
@@ -41,10 +42,20 @@ static int same_key(PyObject *found, PyObject *expected) {
     return PyObject_RichCompareBool(found, expected, Py_EQ);
 }
 
-/* A table with its keys and values as words: dict, number of keys, ordered, then each key and value. */
+/* The number that each change of a dictionary replaces by one that none had before; 0 where that is unknown. */
+static uintptr_t version(PyObject *table) {
+    return version_at ? *(uintptr_t *)((char *)table + version_at) : 0;
+}
+
+/* A table with its keys and values as words: dict, number of keys, ordered, the version that was found to hold them
+ * last, then each key and value. */
+enum { BEFORE_PAIRS = 4 };
 static int same_table(PyObject **words) {
-    PyObject *table = words[0], *key, *value, **pairs = words + 3;
+    PyObject *table = words[0], *key, *value, **pairs = words + BEFORE_PAIRS;
     Py_ssize_t count = (Py_ssize_t)words[1], at = 0;
+    uintptr_t now = version(table);
+    if (now && now == (uintptr_t)words[3])
+        return 1;
     if (PyDict_Size(table) != count)
         return 0;
     for (Py_ssize_t i = 0; PyDict_Next(table, &at, &key, &value); i++) {
@@ -61,6 +72,7 @@ static int same_table(PyObject **words) {
         if (value != pairs[2 * i + 1] && pairs[2 * i + 1] != any)
             return 0;
     }
+    words[3] = (PyObject *)now;
     return 1;
 }
 
@@ -70,17 +82,17 @@ static PyObject *flatten(PyObject *self, PyObject *args) {
     int ordered;
     if (!PyArg_ParseTuple(args, "O!O!", &PyList_Type, &tables, &PyList_Type, &empty))
         return NULL;
-    Py_ssize_t count = PyList_Size(tables), none = PyList_Size(empty), size = 2 + none + 3 * count;
+    Py_ssize_t count = PyList_Size(tables), none = PyList_Size(empty), size = 2 + none + BEFORE_PAIRS * count;
     for (Py_ssize_t i = 0; i < count; i++) {
         if (!PyArg_ParseTuple(PyList_GetItem(tables, i), "O!O!O!p", &PyDict_Type, &table, &PyTuple_Type, &keys,
                               &PyTuple_Type, &values, &ordered))
             return NULL;
         size += 2 * PyTuple_Size(keys);
     }
-    PyObject *found = PyBytes_FromStringAndSize(NULL, size * (Py_ssize_t)sizeof(PyObject *));
+    PyObject *found = PyByteArray_FromStringAndSize(NULL, size * (Py_ssize_t)sizeof(PyObject *));
     if (found == NULL)
         return NULL;
-    PyObject **words = (PyObject **)PyBytes_AsString(found);
+    PyObject **words = (PyObject **)PyByteArray_AsString(found);
     *words++ = (PyObject *)none;
     for (Py_ssize_t i = 0; i < none; i++) *words++ = PyList_GetItem(empty, i);
     *words++ = (PyObject *)count;
@@ -88,7 +100,7 @@ static PyObject *flatten(PyObject *self, PyObject *args) {
         if (!PyArg_ParseTuple(PyList_GetItem(tables, i), "OOOp", &table, &keys, &values, &ordered))
             return Py_DecRef(found), NULL;
         Py_ssize_t width = PyTuple_Size(keys);
-        *words++ = table, *words++ = (PyObject *)width, *words++ = ordered ? table : NULL;
+        *words++ = table, *words++ = (PyObject *)width, *words++ = ordered ? table : NULL, *words++ = NULL;
         for (Py_ssize_t j = 0; j < width; j++)
             *words++ = PyTuple_GetItem(keys, j), *words++ = PyTuple_GetItem(values, j);
     }
@@ -98,13 +110,13 @@ static PyObject *flatten(PyObject *self, PyObject *args) {
 static PyObject *match(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *flat, *tables, *empty; /* the lists keep alive what the words refer to */
-    if (!PyArg_ParseTuple(args, "SO!O!", &flat, &PyList_Type, &tables, &PyList_Type, &empty))
+    if (!PyArg_ParseTuple(args, "YO!O!", &flat, &PyList_Type, &tables, &PyList_Type, &empty))
         return NULL;
-    PyObject **words = (PyObject **)PyBytes_AsString(flat);
+    PyObject **words = (PyObject **)PyByteArray_AsString(flat);
     for (Py_ssize_t i = (Py_ssize_t)*words++; i > 0; i--)
         if (PyDict_Size(*words++) != 0)
             Py_RETURN_FALSE;
-    for (Py_ssize_t i = (Py_ssize_t)*words++; i > 0; i--, words += 3 + 2 * (Py_ssize_t)words[1]) {
+    for (Py_ssize_t i = (Py_ssize_t)*words++; i > 0; i--, words += BEFORE_PAIRS + 2 * (Py_ssize_t)words[1]) {
         int same = same_table(words);
         if (same < 0)
             return NULL;
@@ -143,17 +155,59 @@ static int append_nested(PyObject *found, PyObject *tables, PyObject *keys) {
     return count == PyList_Size(keys);
 }
 
+/* What `gather` has found last, as words: whether `recall` has seen it, numbers of tables and values; each table and its
+ * version; the values, which live as long as their tables have these versions. */
+enum { SEEN, TABLES, VALUES, BEFORE_TABLES };
+static PyObject **note_table(PyObject **words, PyObject *table) {
+    return *words++ = table, *words++ = (PyObject *)version(table), words;
+}
+
+static int remember(PyObject *memo, PyObject *found, PyObject *whole, PyObject *nested) {
+    PyObject *owner, *table;
+    Py_ssize_t values = PyList_Size(found), tables = PyList_Size(whole) + PyList_Size(nested), at;
+    for (Py_ssize_t i = 0; i < PyList_Size(nested); i++) tables += PyDict_Size(PyList_GetItem(nested, i));
+    if (PyByteArray_Resize(memo, (BEFORE_TABLES + 2 * tables + values) * (Py_ssize_t)sizeof(PyObject *)) < 0)
+        return -1;
+    PyObject **words = (PyObject **)PyByteArray_AsString(memo);
+    words[SEEN] = NULL, words[TABLES] = (PyObject *)tables, words[VALUES] = (PyObject *)values;
+    words += BEFORE_TABLES;
+    for (Py_ssize_t i = 0; i < PyList_Size(whole); i++) words = note_table(words, PyList_GetItem(whole, i));
+    for (Py_ssize_t i = 0; i < PyList_Size(nested); i++) {
+        words = note_table(words, PyList_GetItem(nested, i));
+        for (at = 0; PyDict_Next(PyList_GetItem(nested, i), &at, &owner, &table);) words = note_table(words, table);
+    }
+    for (Py_ssize_t i = 0; i < values; i++) *words++ = PyList_GetItem(found, i);
+    return 1;
+}
+
+/* The values that were found last, where no table has changed since; else NULL, maybe without an error. */
+static PyObject *remembered(PyObject **words) {
+    PyObject **tables = words + BEFORE_TABLES, **values = tables + 2 * (Py_ssize_t)words[TABLES];
+    for (; tables < values; tables += 2)
+        if (version(tables[0]) != (uintptr_t)tables[1])
+            return NULL;
+    PyObject *found = PyList_New((Py_ssize_t)words[VALUES]);
+    for (Py_ssize_t i = 0; found != NULL && i < (Py_ssize_t)words[VALUES]; i++)
+        PyList_SetItem(found, i, Py_NewRef(values[i]));
+    return found;
+}
+
 static PyObject *gather(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *whole, *nested, *keys;
-    if (!PyArg_ParseTuple(args, "O!O!O!", &PyList_Type, &whole, &PyList_Type, &nested, &PyList_Type, &keys))
+    PyObject *memo, *whole, *nested, *keys;
+    if (!PyArg_ParseTuple(args, "YO!O!O!", &memo, &PyList_Type, &whole, &PyList_Type, &nested, &PyList_Type, &keys))
         return NULL;
-    PyObject *found = PyList_New(0);
+    PyObject *found = PyByteArray_Size(memo) ? remembered((PyObject **)PyByteArray_AsString(memo)) : NULL;
+    if (found != NULL || PyErr_Occurred())
+        return found;
+    found = PyList_New(0);
     int good = found == NULL ? -1 : 1;
     for (Py_ssize_t i = 0; good > 0 && i < PyList_Size(whole); i++)
         good = append_values(found, PyList_GetItem(whole, i)) < 0 ? -1 : 1;
     if (good > 0)
         good = append_nested(found, nested, keys);
+    if (good > 0 && version_at)
+        good = remember(memo, found, whole, nested);
     if (good > 0)
         return found;
     Py_XDECREF(found);
@@ -164,18 +218,24 @@ static PyObject *gather(PyObject *self, PyObject *args) {
 
 static PyObject *recall(PyObject *self, PyObject *args) {
     (void)self;
-    PyObject *found, *weak, *last;
-    if (!PyArg_ParseTuple(args, "O!O!O!", &PyList_Type, &found, &PyTuple_Type, &weak, &PyList_Type, &last))
+    PyObject *found, *weak, *last, *memo;
+    if (!PyArg_ParseTuple(args, "O!O!O!Y", &PyList_Type, &found, &PyTuple_Type, &weak, &PyList_Type, &last, &memo))
         return NULL;
-    Py_ssize_t count = PyTuple_Size(weak);
+    PyObject **words = PyByteArray_Size(memo) ? (PyObject **)PyByteArray_AsString(memo) : NULL;
+    Py_ssize_t count = PyTuple_Size(weak), seen = words != NULL && words[SEEN] ? (Py_ssize_t)words[VALUES] : 0;
     int same = PyList_Size(found) == count;
-    for (Py_ssize_t i = 0; i < count; i++) {
+    for (Py_ssize_t i = 0; i < seen; i++)
+        if (PyList_SetItem(last, i, Py_XNewRef(PyList_GetItem(found, i))) < 0)
+            return NULL;
+    for (Py_ssize_t i = seen; i < count; i++) {
         PyObject *reference = PyTuple_GetItem(weak, i);
         PyObject *value = reference == Py_None ? Py_None : PyWeakref_GetObject(reference);
         if (value == NULL || PyList_SetItem(last, i, Py_NewRef(value)) < 0)
             return NULL;
         same = same && PyList_GetItem(found, i) == value;
     }
+    if (same && words != NULL)
+        words[SEEN] = (PyObject *)1;
     return PyBool_FromLong(same);
 }
 
@@ -369,6 +429,12 @@ static PyObject *use(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *use_versions(PyObject *self, PyObject *offset) {
+    (void)self;
+    version_at = PyLong_AsSsize_t(offset);
+    return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
+}
+
 static PyMethodDef METHODS[] = {
     {"flatten", flatten, METH_VARARGS, "Tables as words, for `match`."},
     {"match", match, METH_VARARGS, "Whether dictionaries hold what they held, and others nothing."},
@@ -382,6 +448,7 @@ static PyMethodDef METHODS[] = {
     {"identical", identical, METH_VARARGS, "Whether two iterables of one length hold the very same objects."},
     {"settings", settings, METH_O, "What functions give for their arguments, pairs of words, as bytes."},
     {"use", use, METH_VARARGS, "Says the class of tensors, offsets within them, torch's functions, a tensor as probe."},
+    {"use_versions", use_versions, METH_O, "Says where dictionaries have their versions; 0: nowhere."},
     {NULL, NULL, 0, NULL},
 };
 
