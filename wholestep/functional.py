@@ -40,6 +40,17 @@ def written_arguments(op: OpOverload) -> tuple[int, ...]:
 
 
 @cache
+def argument_names(op: OpOverload) -> tuple[str, ...]:
+    """The names in an operator's schema, in order."""
+    return tuple(argument.name for argument in op._schema.arguments)
+
+
+def bound_arguments(target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """What a call of an operator, or of a variant of one, gives, by the names in the schema, whose order it has."""
+    return dict(zip(argument_names(operator_of(target)), args, strict=False)) | kwargs
+
+
+@cache
 def is_view(op: Any) -> bool:
     """True for operators whose results share memory with an argument, or may; some schemas do not say so."""
     return isinstance(op, OpOverload) and (bool(op.is_view) or base_name(op) in HIDDEN_VIEWS)
@@ -126,17 +137,16 @@ class Functionalized(Wrapped):
         self.written = written_arguments(op) if written is None else written
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        names = [arg.name for arg in self.op._schema.arguments]
-        bound = dict(zip(names, args, strict=False)) | kwargs
+        bound = bound_arguments(self, args, kwargs)
         written: list[torch.Tensor] = []
-        for index in self.written:
-            old = bound.get(names[index])
+        for name in (argument_names(self.op)[index] for index in self.written):
+            old = bound.get(name)
             if isinstance(old, torch.Tensor):
-                bound[names[index]] = clone_as_it_lies(old)
-                written.append(bound[names[index]])
+                bound[name] = clone_as_it_lies(old)
+                written.append(bound[name])
             elif isinstance(old, (list, tuple)):
-                bound[names[index]] = [clone_as_it_lies(t) for t in old]
-                written.extend(bound[names[index]])
+                bound[name] = [clone_as_it_lies(t) for t in old]
+                written.extend(bound[name])
         out = self.op(**bound) if any(a.kwarg_only for a in self.op._schema.arguments) else self.op(*bound.values())
         outs = list(out) if isinstance(out, (tuple, list)) else [] if out is None else [out]
         fresh = [o for o in outs if not any(o is w for w in written)]

@@ -31,6 +31,8 @@ from wholestep.functional import (
     Replayed,
     Required,
     Waited,
+    argument_names,
+    bound_arguments,
     get_rng_state,
     is_wait,
     manual_seed,
@@ -225,6 +227,11 @@ def set_info(node: fx.Node, record: NodeInfo) -> fx.Node:
     return node
 
 
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """What a call of an operator gives, by the names in the schema."""
+    return bound_arguments(node.target, node.args, node.kwargs)
+
+
 def is_effectful(node: fx.Node) -> bool:
     """True for nodes that must stay, in order, even when nothing reads them.
 
@@ -259,11 +266,9 @@ def draws_nothing(node: fx.Node) -> bool:
     """True for attention without dropout, whose operators are tagged as random for the dropout that they can do."""
     if not isinstance(node.target, OpOverload):
         return False
-    names = [argument.name for argument in node.target._schema.arguments]
-    if "dropout_p" not in names:
+    if "dropout_p" not in argument_names(node.target):
         return False
-    place = names.index("dropout_p")
-    found = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    found = arguments(node).get("dropout_p", 0.0)
     return isinstance(found, (int, float)) and found == 0.0
 
 

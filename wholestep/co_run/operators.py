@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from wholestep.functional import base_name, written_arguments
+from wholestep.functional import argument_names, base_name, written_arguments
 from wholestep.torch_compat import HigherOrderOperator, OpOverload, has_native_kernel
 from wholestep.trace.operators.tables import (
     CAST_INSIDE,
@@ -111,7 +111,6 @@ def facts_of(op: Any) -> Facts:
         found = _known[id(op)] = Facts(op, Kind.AT_ONCE, (), (), False, True, False, False)  # type: ignore[arg-type]
     elif found is None:
         written = (*written_arguments(op), *HIDDEN_WRITES.get(op, ()))
-        names = tuple(argument.name for argument in op._schema.arguments)
         tells = op not in _TELL_NOTHING and op.namespace != "profiler"
         only_reads = op in _READS or not tells
         name = base_name(op)
@@ -120,7 +119,7 @@ def facts_of(op: Any) -> Facts:
         random = torch.Tag.nondeterministic_seeded in op.tags
         inside = is_differentiated_inside(op)
         kind, refused = _kind(op), refuses(op)
-        in_loop, cast = bool(written) and name.startswith("_foreach_"), is_cast_inside(op)
+        names, in_loop, cast = argument_names(op), bool(written) and name.startswith("_foreach_"), is_cast_inside(op)
         found = Facts(op, kind, written, names, only_reads, tells, random, any_float, refused, inside, in_loop, cast)
         _known[id(op)] = found
     return found

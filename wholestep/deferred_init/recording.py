@@ -35,7 +35,7 @@ from wholestep.deferred_init.records import (
     replay,
     storage_of,
 )
-from wholestep.functional import base_name, is_view, written_arguments
+from wholestep.functional import argument_names, base_name, bound_arguments, is_view, written_arguments
 from wholestep.nested import map_leaves, tensors_of
 from wholestep.torch_compat import TorchDispatchMode, storage_id, storage_uses
 
@@ -78,9 +78,9 @@ class _Recording(TorchDispatchMode):
         self.storages: list[torch.UntypedStorage] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, names = kwargs or {}, [one.name for one in func._schema.arguments]
+        kwargs, names = kwargs or {}, argument_names(func)
         given = list(tensors_of((args, kwargs)))
-        bound = dict(zip(names, args, strict=False)) | kwargs
+        bound = bound_arguments(func, args, kwargs)
         written = list(tensors_of([bound.get(names[i]) for i in written_arguments(func)]))
         known = [one for one in given if record_of(one) is not None]
         for one in known:
@@ -113,7 +113,7 @@ class _Recording(TorchDispatchMode):
             originals[id(made)] = leaf
             return made
 
-        meta = {"device": torch.device("meta")} if any(a.name == "device" for a in func._schema.arguments) else {}
+        meta = {"device": torch.device("meta")} if "device" in argument_names(func) else {}
         options = {key: value for key, value in kwargs.items() if key not in ("generator", "pin_memory")}
         try:
             result = func(*map_leaves(on_meta, args), **map_leaves(on_meta, options) | meta)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.ir import GETITEM, StepGraph, add_call, copy_graph, dead_code, info, is_effectful, set_info
+from wholestep.ir import GETITEM, StepGraph, add_call, arguments, copy_graph, dead_code, info, is_effectful, set_info
 from wholestep.torch_compat import OpOverload, lazy_graph_module
 
 aten = torch.ops.aten
@@ -132,8 +132,8 @@ def _columns(node: fx.Node, count: int) -> tuple[Any, list[list[Any]], dict[str,
     """The overload for one tensor, and its positional and keyword arguments by column."""
     assert isinstance(node.target, OpOverload)
     target = _SINGLE[node.target.name()]
-    bound = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
-    columns = {k: list(a) if isinstance(a, (list, tuple)) else [a] * count for k, a in bound.items()}
+    given = arguments(node)
+    columns = {k: list(a) if isinstance(a, (list, tuple)) else [a] * count for k, a in given.items()}
     keywords = {}
     alpha = columns.pop("alpha", [1] * count)
     if any(isinstance(a, fx.Node) or a != 1 for a in alpha):

@@ -11,7 +11,7 @@ from torch import fx
 
 from wholestep import comm
 from wholestep.errors import GraphError
-from wholestep.ir import InputKind, Phase, StepGraph, info, is_communication
+from wholestep.ir import InputKind, Phase, StepGraph, arguments, info, is_communication
 from wholestep.lower.plan.peak_memory import peak_usage
 from wholestep.nested import tensors_of
 
@@ -81,7 +81,7 @@ def collective_traffic(step: StepGraph, axes: Mapping[str, str]) -> list[Traffic
 
 
 def _traffic(node: fx.Node, axes: Mapping[str, str]) -> Traffic:
-    name, group, record = collective_name(node), comm.get_group(_argument(node, "group")), info(node)
+    name, group, record = collective_name(node), comm.get_group(arguments(node)["group"]), info(node)
     axis, cost = axes.get(group.group_name, group.group_name), _cost(node, name, group)
     tensors = len(record.placement) if isinstance(record.placement, tuple) else 1
     return Traffic(name, axis, group.size(), 1, cost, record.phase, *origin(node), tensors)
@@ -108,14 +108,8 @@ def _cost(node: fx.Node, name: str, group: comm.ProcessGroup) -> float:
     if name not in COSTS:
         raise GraphError(f"report.traffic_and_memory.COSTS has no row for {node.target}")
     operand = next(tensors_of(info(node.all_input_nodes[0]).value))
-    root = name in _ROOTS and _argument(node, _ROOTS[name]) == group.rank()
+    root = name in _ROOTS and arguments(node)[_ROOTS[name]] == group.rank()
     return COSTS[name](operand.numel() * operand.itemsize, group.size(), root)
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    place = next(i for i, one in enumerate(arguments) if one.name == name)
-    return node.args[place] if place < len(node.args) else node.kwargs[name]
 
 
 def origin(node: fx.Node) -> tuple[str, str]:

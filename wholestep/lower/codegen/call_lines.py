@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from wholestep.functional import OFFSETS
-from wholestep.ir import GETITEM, info
+from wholestep.ir import GETITEM, arguments, info
 from wholestep.lower.codegen.bind_memory import Loans, Recycler
 from wholestep.lower.codegen.literals import commas, keyword, literal, targets
 from wholestep.lower.codegen.program_text import ProgramText
@@ -259,10 +259,8 @@ class CallWriter:
         """A call that writes its arguments, or copies in their place."""
         variant = mutable_variant(node.target)
         assert variant is not None
-        schema = variant.op._schema
-        bound: dict[str, Any] = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
         texts = []
-        for name, value in bound.items():
+        for name, value in arguments(node).items():
             if isinstance(value, (list, tuple)) and value and all(isinstance(v, fx.Node) for v in value):
                 items = [self._given(swap.get((name, i)), v) for i, v in enumerate(value)]
                 texts.append(keyword(name, self.source.list_of(items)))
@@ -274,6 +272,6 @@ class CallWriter:
             return
         picked = {u.args[1]: self.source.name(u) for u in node.users if u.target is GETITEM}
         names = [picked.get(i, "_") for i in range(variant.fresh)]
-        more = any(r.alias_info and r.alias_info.is_write for r in schema.returns)
+        more = any(r.alias_info and r.alias_info.is_write for r in variant.op._schema.returns)
         target = targets([*names, *["*_"] * more]) if more or len(names) > 1 else names[0]
         self.source.assign(target, text, node, names)

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.functional import base_name
-from wholestep.ir import GETITEM, StepGraph, info, set_info
+from wholestep.functional import argument_names, base_name
+from wholestep.ir import GETITEM, StepGraph, arguments, info, set_info
 from wholestep.lower.plan.operator_facts import aten
 from wholestep.nested import map_leaves
 from wholestep.torch_compat import OpOverload, no_modes
@@ -122,7 +122,8 @@ WHOLE_LISTS = ("grads", "state_steps")  # of a fused optimizer: what is not cut 
 
 def is_fused_update(target: Any) -> bool:
     """True for the functional form of a fused optimizer."""
-    return isinstance(target, OpOverload) and base_name(target).startswith("_fused_") and "grads" in _names(target)
+    fused = isinstance(target, OpOverload) and base_name(target).startswith("_fused_")
+    return fused and "grads" in argument_names(target)
 
 
 def split_fused_updates(step: StepGraph) -> StepGraph:
@@ -150,16 +151,8 @@ def cut_lists(node: fx.Node) -> list[tuple[str, fx.Node]]:
     return [(name, items[0]) for name, items in _lists(node).items() if name not in WHOLE_LISTS and items]
 
 
-def _names(target: OpOverload) -> list[str]:
-    return [a.name for a in target._schema.arguments]
-
-
-def _bound(node: fx.Node) -> dict[str, Any]:
-    return dict(zip(_names(node.target), node.args, strict=False)) | node.kwargs  # type: ignore[arg-type]
-
-
 def _lists(node: fx.Node) -> dict[str, list[Any]]:
-    return {name: list(v) for name, v in _bound(node).items() if isinstance(v, (list, tuple))}
+    return {name: list(v) for name, v in arguments(node).items() if isinstance(v, (list, tuple))}
 
 
 def _by_rows(node: fx.Node, lists: dict[str, list[Any]], index: int) -> bool:
@@ -167,7 +160,7 @@ def _by_rows(node: fx.Node, lists: dict[str, list[Any]], index: int) -> bool:
 
     The kernel writes gradients where it unscales them; results that are gradients are read by whoever wants them whole.
     """
-    if _bound(node).get("grad_scale") is not None:
+    if arguments(node).get("grad_scale") is not None:
         return False
     gradient, first = lists["grads"][index], info(lists["self"][index]).value
     cut = [items[index] for name, items in lists.items() if name != "state_steps" and items]
@@ -175,7 +168,7 @@ def _by_rows(node: fx.Node, lists: dict[str, list[Any]], index: int) -> bool:
     once = all(len({*items}) == len(items) for items in lists.values())
     if not same or not once or not is_blocked(gradient, lambda user: user is node):
         return False
-    return not _picks(node, _names(node.target).index("grads"), index) and _same_bits_by_rows(node, first.dtype)  # type: ignore[arg-type]
+    return not _picks(node, argument_names(node.target).index("grads"), index) and _same_bits_by_rows(node, first.dtype)  # type: ignore[arg-type]
 
 
 def _picks(node: fx.Node, result: int, index: int) -> list[fx.Node]:
@@ -209,7 +202,7 @@ def _split(graph: fx.Graph, node: fx.Node, groups: list[list[int]]) -> None:
 
 def _same_bits_by_rows(node: fx.Node, dtype: torch.dtype) -> bool:
     """Tries a kernel on random numbers: whole, and by blocks."""
-    bound = _bound(node)
+    bound = arguments(node)
     settings = {name: v for name, v in bound.items() if not isinstance(v, (list, tuple, fx.Node))}
     key = (node.target, dtype, *((name, v if name in settings else bool(v)) for name, v in bound.items()))
     if key not in _SAME_BITS:

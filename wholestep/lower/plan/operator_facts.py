@@ -18,7 +18,9 @@ import torch
 from wholestep.functional import (
     OFFSETS,
     Functionalized,
+    argument_names,
     base_name,
+    bound_arguments,
     is_collective,
     is_view,
     overloads,
@@ -129,13 +131,13 @@ def out_variant(op: Overload, key: str) -> tuple[Overload, tuple[Any, ...], tupl
         written = written_arguments(other)
         if len(written) == len(op._schema.returns) and parameters(other, written) == parameters(op):
             if written and has_native_kernel(other, key):
-                return other, (), tuple(other._schema.arguments[i].name for i in written)
+                return other, (), tuple(argument_names(other)[i] for i in written)
     return None
 
 
 def _computes_in_out(op: Overload) -> bool:
     """True for losses, which write all elements to ``out``, resized for them, before they reduce them there."""
-    return any(a.name == "reduction" for a in op._schema.arguments) and not base_name(op).endswith("_backward")
+    return "reduction" in argument_names(op) and not base_name(op).endswith("_backward")
 
 
 @functools.cache
@@ -190,9 +192,8 @@ class _FirstCall(TorchDispatchMode):
 
 def _by_name(op: Overload, args: Any, kwargs: Any) -> dict[str, Any]:
     """All arguments of a call, defaults included."""
-    schema = op._schema.arguments
-    given = dict(zip((a.name for a in schema), args, strict=False)) | kwargs
-    return {a.name: given.get(a.name, a.default_value if a.has_default_value() else None) for a in schema}
+    defaults = {a.name: a.default_value if a.has_default_value() else None for a in op._schema.arguments}
+    return defaults | bound_arguments(op, args, kwargs)
 
 
 def _same_argument(wanted: Any, found: Any) -> bool:

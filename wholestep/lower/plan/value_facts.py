@@ -10,8 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from wholestep.functional import is_view, is_wait
-from wholestep.ir import GETITEM, info, is_dense
+from wholestep.functional import argument_names, is_view, is_wait
+from wholestep.ir import GETITEM, arguments, info, is_dense
 from wholestep.lower.plan.operator_facts import (
     COPIES,
     FILLS,
@@ -174,11 +174,10 @@ def written_results(owner: fx.Node) -> Iterator[Written]:
     mutable = mutable_variant(owner.target)
     if mutable is None:
         return
-    schema = mutable.op._schema.arguments
-    bound = dict(zip((a.name for a in schema), owner.args, strict=False)) | dict(owner.kwargs)
+    bound = arguments(owner)
     unwritten = read_only(mutable.op, bound)
     result = mutable.fresh
-    for name in (schema[position].name for position in mutable.written):
+    for name in (argument_names(mutable.op)[position] for position in mutable.written):
         old: Any = bound.get(name)
         items = old if isinstance(old, (list, tuple)) else [] if old is None else [old]
         for index, item in enumerate(items):

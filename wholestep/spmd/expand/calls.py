@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from wholestep.functional import Functionalized, operator_of
+from wholestep.functional import Functionalized, bound_arguments, operator_of
 from wholestep.inline import Inliner, run_on_fakes
 from wholestep.ir import NodeInfo, info, set_info
 from wholestep.nested import tensors_of
@@ -59,7 +59,7 @@ class Call:
 
     def _given(self) -> dict[str, Any]:
         """The arguments that are given, by name."""
-        return {**dict(zip((one.name for one in arguments_of(self.target)), self.args, strict=False)), **self.kwargs}
+        return bound_arguments(self.target, self.args, self.kwargs)
 
     def _named(self) -> Iterator[tuple[str, fx.Node]]:
         """The operands with the names of the arguments that they are in."""
@@ -110,14 +110,8 @@ def exchanged(
 
 def with_arguments(target: Any, args: Any, kwargs: Any, /, **changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A call's arguments, some exchanged by their names in the operator's schema."""
-    args, kwargs = list(args), dict(kwargs)
-    names = [one.name for one in arguments_of(target)] if changed else []
-    for name, value in changed.items():
-        if names.index(name) < len(args):
-            args[names.index(name)] = value
-        else:
-            kwargs[name] = value
-    return tuple(args), kwargs
+    given = [*(bound_arguments(target, args, kwargs) | changed).items()]
+    return tuple(value for _, value in given[: len(args)]), dict(given[len(args) :])
 
 
 class Decomposition(NamedTuple):

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
+from wholestep.functional import bound_arguments
 from wholestep.ir import ancestors, info
 from wholestep.nested import leaves, map_leaves
 from wholestep.torch_compat import current_autograd_node, is_one_operator, no_modes, saved_numbers
@@ -227,9 +228,9 @@ class RecordedNumbers:
 
     def with_numbers(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """An operator's arguments with the nodes of host numbers for tokens."""
-        names = [argument.name for argument in func._schema.arguments]
-        exchanged = [map_leaves(partial(self._for_token, name), a) for name, a in zip(names, args, strict=False)]
-        return tuple(exchanged), {k: map_leaves(partial(self._for_token, k), a) for k, a in kwargs.items()}
+        bound = bound_arguments(func, args, kwargs)
+        exchanged = {name: map_leaves(partial(self._for_token, name), given) for name, given in bound.items()}
+        return tuple(exchanged.values())[: len(args)], {name: exchanged[name] for name in kwargs}
 
     def _for_token(self, name: str, leaf: Any) -> Any:
         """What an argument stands for; a float counts as a token only where it cannot be the user's own number.

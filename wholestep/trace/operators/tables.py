@@ -15,7 +15,15 @@ import torch
 
 from wholestep.errors import UnsupportedError
 from wholestep.fake_layouts import CannotTry, scratch_tensors
-from wholestep.functional import Functionalized, base_name, overloads, parameters, written_arguments
+from wholestep.functional import (
+    Functionalized,
+    argument_names,
+    base_name,
+    bound_arguments,
+    overloads,
+    parameters,
+    written_arguments,
+)
 from wholestep.torch_compat import OpOverload, has_native_kernel, no_modes
 from wholestep.trace.record.provenance import user_line
 
@@ -154,8 +162,7 @@ def functional_view(op: OpOverload) -> Any:
 
 def positional(func: OpOverload, args: Any, kwargs: Any) -> list[Any]:
     """Positional and keyword arguments in the order of the schema; None for what is not given."""
-    names = [a.name for a in func._schema.arguments]
-    return [*args, *(kwargs.get(name) for name in names[len(args) :])]
+    return [*args, *map(kwargs.get, argument_names(func)[len(args) :])]
 
 
 def defaults(func: OpOverload, variant: Variant, given: int, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -174,8 +181,7 @@ def is_fused(func: OpOverload) -> bool:
 
 def is_scaled(func: OpOverload, args: Any, kwargs: Any) -> bool:
     """Whether a fused optimizer is given a `grad_scale`."""
-    pairs = zip(func._schema.arguments, positional(func, args, kwargs), strict=True)
-    return any(argument.name == "grad_scale" and given is not None for argument, given in pairs)
+    return bound_arguments(func, args, kwargs).get("grad_scale") is not None
 
 
 def is_list_op(func: OpOverload) -> bool:

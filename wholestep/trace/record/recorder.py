@@ -18,7 +18,7 @@ from torch import fx
 
 from wholestep.capture import Snapshot
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
-from wholestep.functional import UnderGrad, Waited, base_name
+from wholestep.functional import UnderGrad, Waited, base_name, bound_arguments, parameters
 from wholestep.ir import set_info
 from wholestep.nested import leaves, map_leaves
 from wholestep.torch_compat import (
@@ -138,8 +138,7 @@ class Recorder(TorchDispatchMode):
 
     def _is_in_range(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether a kernel refuses indices alone, and none that it is given; a decision, as if the step had asked."""
-        names = [argument.name for argument in func._schema.arguments]
-        ranges = index_ranges(func, dict(zip(names, tables.positional(func, args, kwargs), strict=True)))
+        ranges = index_ranges(func, bound_arguments(func, args, kwargs))
         if ranges is None or not self.numbers.may_decide:
             return False
         with self:
@@ -159,14 +158,12 @@ class Recorder(TorchDispatchMode):
         """The arguments, with those integers known now on which the place or the shape of a result may depend."""
         if not any(map(is_host, (*leaves(args), *leaves(kwargs)))):
             return args, kwargs
-        arguments = {a.name: a for a in func._schema.arguments}
-        names = list(arguments)
-        given = dict(zip(names, args, strict=False)) | kwargs
+        kinds, given = dict(parameters(func)), bound_arguments(func, args, kwargs)
         for name, value in given.items():
-            whole = "int" in str(arguments[name].type) or func.overloadpacket in RANGES
+            whole = "int" in kinds[name] or func.overloadpacket in RANGES
             if whole and any(map(is_host, leaves(value))):
                 given[name] = map_leaves(self._plain, value)
-        return tuple(given[name] for name in names[: len(args)]), {name: given[name] for name in kwargs}
+        return tuple(given.values())[: len(args)], {name: given[name] for name in kwargs}
 
     def _plain(self, leaf: Any) -> Any:
         return self.numbers.escaped(leaf.node, "an operator takes it as a size or a place") if is_host(leaf) else leaf
