@@ -13,7 +13,17 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from wholestep.aot_autograd import Joint, MemoryBudget, Partition, default_partition, fit_memory
-from wholestep.capture import Args, Binder, InitialState, Kwargs, forget, read_by, refuse_shared_parts, snapshot
+from wholestep.capture import (
+    Args,
+    Binder,
+    InitialState,
+    Kwargs,
+    Snapshot,
+    forget,
+    read_by,
+    refuse_shared_parts,
+    snapshot,
+)
 from wholestep.capture_call import TakeSnapshot, capture
 from wholestep.ir import Input, Pass, StepGraph, check
 from wholestep.lower import Backend, lower
@@ -142,14 +152,9 @@ def build(
             traced.many = None if program.sizes.specialized else traced.many
 
         # the ranks agree, and whole tensors become the parts that the program keeps
-        inputs = signature.inputs[: traced.n_inputs]
-        values = [original(item.value) for item in traced.inputs[: len(inputs)]]
         mutated = [traced.inputs[i].source for i in signature.mutations.values()]
         refuse_shared_parts(world, mutated)
-        unused = world.trained_besides({item.source for item in inputs})  # rank 0's all the same
-        spread = [*inputs, *(Input("", f.source.text, f.kind) for f in unused)], [*values, *(f.tensor for f in unused)]
-        terms = executor.start(traced.step, program.packed.unpack, *spread, parts, initial)
-        cut = shard_inputs(program.placements, inputs, values, parts)
+        terms, cut = _start(executor, world, traced, program, initial)
         initial.fill()
         if not cut.moved:
             break  # else the program is for another layout than tensors have as parts
@@ -166,6 +171,19 @@ def build(
     forget(traced.effects, traced.result)
     logged.log()
     return Entry(traced, binder, program, releases=options.backend == "aten", terms=terms, donated=donated)
+
+
+def _start(
+    executor: PlanExecutor, world: Snapshot, traced: Traced, program: Program, initial: InitialState
+) -> tuple[Any, Any]:
+    """Has the ranks agree on a program, then cuts what each of them holds whole and the program has in parts."""
+    parts, signature = world.substitutes.parts, traced.step.signature
+    inputs = signature.inputs[: traced.n_inputs]
+    values = [world.substitutes.original(item.value) for item in traced.inputs[: len(inputs)]]
+    unused = world.trained_besides({item.source for item in inputs})  # rank 0's all the same
+    spread = [*inputs, *(Input("", f.source.text, f.kind) for f in unused)], [*values, *(f.tensor for f in unused)]
+    terms = executor.start(traced.step, program.packed.unpack, *spread, parts, initial)
+    return terms, shard_inputs(program.placements, inputs, values, parts)
 
 
 def _program(traced: Traced, options: Options, known: Known, overrides: Sequence[Override]) -> Program:

@@ -156,28 +156,18 @@ def fully_shard(
     """
     _check_module(module)
     _check_reshard(reshard_after_forward)
-    axes = [None] if mesh is None else list(range(mesh.ndim))
-    if len(axes) > 2:
-        raise ValueError(f"fully_shard: a mesh of one or two axes is required, found {mesh}")
-    kind = next((one.device.type for one in module.parameters()), "cpu")
-    groups = [joined_group(None, kind) if axis is None else mesh.get_group(axis) for axis in axes]
+    groups = _groups_of(mesh, module)
     named = _parameters_of(module, {id(one) for one in ignored_params or ()})
     require_equal_models("fully_shard", module, [(name, one) for name, one, _ in named], groups[-1])
     scalars = [one for _, one, _ in named if one.dim() == 0]
     named = [one for one in named if one[1].dim()]
     for one in [*module.buffers(), *scalars, *(ignored_params or ())]:
         fill(one)
-    device = torch.device("cpu")
-    if (mesh.device_type if mesh is not None else named[0][1].device.type if named else "cpu") == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
+    kind = mesh.device_type if mesh is not None else named[0][1].device.type if named else "cpu"
+    policies = _policies(groups, kind, mp_policy, offload_policy)
+    if kind == "cuda":
         for one in [*module.buffers(), *scalars]:
-            one.data = one.data.to(device)
-    home = torch.device("cpu") if isinstance(offload_policy, CPUOffloadPolicy) else device
-    pinned = isinstance(offload_policy, CPUOffloadPolicy) and offload_policy.pin_memory and device.type == "cuda"
-    policies = Policies(
-        groups[-1], groups[0] if len(groups) > 1 else None, mp_policy.param_dtype, mp_policy.reduce_dtype, device, home,
-        pinned,
-    )  # fmt: skip
+            one.data = one.data.to(policies.device)
     members = []
     for name, parameter, places in named:
         placement = shard_placement_fn(parameter) if shard_placement_fn is not None else None
@@ -216,6 +206,25 @@ def _check_module(module: Any) -> None:
 def _check_reshard(reshards: Any) -> None:
     if reshards is not None and not isinstance(reshards, bool):
         raise ValueError(f"fully_shard: reshard_after_forward is True, False or None, found {reshards!r}")
+
+
+def _groups_of(mesh: Any, module: nn.Module) -> list[Any]:
+    """The groups of a mesh's axes, at most two; of all ranks where there is no mesh."""
+    if mesh is None:
+        return [joined_group(None, next((one.device.type for one in module.parameters()), "cpu"))]
+    if mesh.ndim > 2:
+        raise ValueError(f"fully_shard: a mesh of one or two axes is required, found {mesh}")
+    return [mesh.get_group(axis) for axis in range(mesh.ndim)]
+
+
+def _policies(groups: list[Any], kind: str, mixed: MixedPrecisionPolicy, offload: OffloadPolicy) -> Policies:
+    """How a module computes and where its parts are; ``kind`` is the device's."""
+    device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
+    copies = groups[0] if len(groups) > 1 else None
+    types = mixed.param_dtype, mixed.reduce_dtype
+    if not isinstance(offload, CPUOffloadPolicy):
+        return Policies(groups[-1], copies, *types, device, device, False)
+    return Policies(groups[-1], copies, *types, device, torch.device("cpu"), offload.pin_memory and kind == "cuda")
 
 
 _Named = list[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]

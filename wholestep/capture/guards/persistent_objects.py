@@ -172,10 +172,7 @@ class PersistentObjects:
                 empty[not isinstance(value, dict)].append(value)
             elif kind in _TABLES and base_of(value) is dict and all(type(key) in (str, int) for key in before):
                 # not by the keys, which may be tensors: `in` would compare their elements
-                known = [ANY if key in container.ignored or self._is_special(before[key], container) else before[key]
-                         for key in before]  # fmt: skip
-                left = [name for name in value if kinds.is_left_out(value, name)] if kind is kinds.MODULE else []
-                tables.append((value, (*before, *left), (*known, *[ANY] * len(left)), kind is kinds.MAPPING))
+                tables.append(self._table(container))
                 for key in special if id(value) not in self._whole else ():
                     self._by_path(container, key)
             elif kind is kinds.GLOBALS and value.library is not None:
@@ -190,23 +187,40 @@ class PersistentObjects:
             else:
                 self._one_by_one(container)
         self._compare_classes()
-        functions = [f for f in self._snap.reachable.kept if type(f) is FunctionType and not f.__closure__ and
-                     id(f) not in self._per_call.ids and not is_library(f.__code__.co_filename)]  # fmt: skip
-        if functions:  # reloaded in place, as by IPython
-            codes = [function.__code__ for function in functions]
-            write.require(f"identical(map({write.constant(attrgetter('__code__'))}, {write.constant(functions)}), "
-                          f"{write.constant(codes)})")
+        self._compare_code()
         if tables or empty[0]:
             write.require(f"match({write.constant(flatten(tables, empty[0]))}, {write.constant(tables)}, "
                           f"{write.constant(empty[0])})")
+        self._compare_lists(lists)
+        if empty[1]:
+            write.require(f"not any({write.constant(empty[1])})")
+
+    def _table(self, container: Container) -> tuple[Any, tuple[Any, ...], tuple[Any, ...], bool]:
+        """A dictionary of attributes or items, with its keys, the values known for them, and whether order counts."""
+        value, before, kind = container.value, container.before, container.kind
+        known = [ANY if key in container.ignored or self._is_special(before[key], container) else before[key]
+                 for key in before]  # fmt: skip
+        left = [name for name in value if kinds.is_left_out(value, name)] if kind is kinds.MODULE else []
+        return value, (*before, *left), (*known, *[ANY] * len(left)), kind is kinds.MAPPING
+
+    def _compare_code(self) -> None:
+        """Compares the code of functions, which may be reloaded in place, as by IPython."""
+        functions = [f for f in self._snap.reachable.kept if type(f) is FunctionType and not f.__closure__ and
+                     id(f) not in self._per_call.ids and not is_library(f.__code__.co_filename)]  # fmt: skip
+        if functions:
+            write, codes = self._writer, [function.__code__ for function in functions]
+            write.require(f"identical(map({write.constant(attrgetter('__code__'))}, {write.constant(functions)}), "
+                          f"{write.constant(codes)})")
+
+    def _compare_lists(self, lists: list[Any]) -> None:
+        """Compares lists and sets by length and items; those of tensors are expected without a copy of ``t``."""
+        write = self._writer
         of_tensors = [x for x in lists if all(isinstance(v, torch.Tensor) for v in x)]
         for those in (of_tensors, [x for x in lists if not any(x is one for one in of_tensors)]):
-            if those:  # the former are expected without a copy of ``t``
+            if those:
                 name, sizes = write.constant(those), write.constant([len(x) for x in those])
                 values = self._expected([v for x in those for v in x])
                 write.require(f"list(map(len, {name})) == {sizes} and identical(chain({name}), {values})")
-        if empty[1]:
-            write.require(f"not any({write.constant(empty[1])})")
 
     def _by_path(self, container: Container, key: Any) -> None:
         value = container.before[key]
