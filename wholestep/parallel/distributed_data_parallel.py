@@ -14,7 +14,7 @@ from wholestep.comm.api.rendezvous import joined_group
 from wholestep.comm.api.tracing import is_captured
 from wholestep.deferred_init import materialize
 from wholestep.errors import UnsupportedError
-from wholestep.ir import set_bucket
+from wholestep.marks import set_bucket
 from wholestep.parallel.buckets import FIRST_BUCKET_BYTES
 from wholestep.parallel.comm_hooks.mean import BUILTIN_HOOKS
 from wholestep.parallel.comm_hooks.ordered import Hook

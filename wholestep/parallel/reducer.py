@@ -12,7 +12,7 @@ import torch
 from wholestep import comm
 from wholestep.comm.api.tracing import is_captured
 from wholestep.errors import UnsupportedError
-from wholestep.ir import want_mean
+from wholestep.marks import want_mean
 from wholestep.parallel.bucket_reduction import BucketReduction
 from wholestep.parallel.buckets import flat_as, views_of
 from wholestep.parallel.comm_hooks.ordered import value_of

@@ -16,7 +16,7 @@ from wholestep import comm
 from wholestep.comm.api.tracing import is_captured
 from wholestep.comm.ops.functional_collectives import cores_are_busy
 from wholestep.errors import DistMismatchError, UnsupportedError
-from wholestep.ir import set_shard
+from wholestep.marks import set_shard
 from wholestep.parallel.bucket_use import Use
 from wholestep.parallel.outputs import map_tensors, tensors_in
 from wholestep.parallel.sharded_parameters import Policies, Reduction, ShardBucket

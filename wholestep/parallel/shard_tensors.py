@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from wholestep import comm
 from wholestep.comm.api.tracing import is_captured
-from wholestep.ir import want_mean
+from wholestep.marks import want_mean
 from wholestep.tensor_parts import part_of
 from wholestep.torch_compat import UNSCALE_GRADIENTS, plain_subclasses, plain_torch_function
 

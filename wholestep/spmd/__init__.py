@@ -2,7 +2,7 @@
 
 Takes the graph of one step and what a plan says about each mesh axis. Gives the graph that each rank runs, and
 `PlanExecutor`, which brings the ranks to one start before they run it.
-May import: capture, comm, deferred_init, errors, fake_evaluate, fake_layouts, functional, inline, ir, nested,
+May import: capture, comm, deferred_init, errors, fake_evaluate, fake_layouts, functional, inline, ir, marks, nested,
 tensor_parts, torch_compat, trace.
 """
 

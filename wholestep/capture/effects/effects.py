@@ -11,9 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from wholestep.capture.container_access import base_of
 from wholestep.capture.effects.recipes import NOTHING, Const, Existing, Made, New, Tree, Value, nested
 from wholestep.capture.snapshot import container_kinds as kinds
-from wholestep.capture.sources import Source, base_of
+from wholestep.capture.sources import Source
 from wholestep.ir import InputKind
 
 

@@ -18,8 +18,9 @@ from typing import Any
 import numpy
 import torch
 
+from wholestep.capture.container_access import base_of, contents
 from wholestep.capture.snapshot import container_kinds as kinds
-from wholestep.capture.sources import Source, base_of, contents
+from wholestep.capture.sources import Source
 
 
 @dataclass(eq=False)

@@ -7,11 +7,11 @@ from itertools import chain
 from types import CodeType
 from typing import Any
 
+from wholestep.capture.container_access import is_exact, item
 from wholestep.capture.guards.bulk import gather, grads, hooks, identical, match
 from wholestep.capture.guards.compared_values import memory, quick_state, same_plain
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container
-from wholestep.capture.sources import is_exact, item
 
 
 class CodeWriter:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from wholestep.capture.container_access import contents, is_exact
 from wholestep.capture.guards.bulk import layouts_of
 from wholestep.capture.guards.code_writer import CodeWriter
 from wholestep.capture.guards.compared_values import is_plain
@@ -21,7 +22,7 @@ from wholestep.capture.outside.external_calls import variables
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container
 from wholestep.capture.snapshot.snapshot import Snapshot
-from wholestep.capture.sources import REGISTRIES, contents, is_exact
+from wholestep.capture.sources import REGISTRIES
 from wholestep.torch_compat import HOOK_TABLES
 
 PERSISTENT = (torch.nn.Module, torch.optim.Optimizer)

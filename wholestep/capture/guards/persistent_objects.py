@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from wholestep.capture.container_access import base_of, is_exact
 from wholestep.capture.guards.bulk import ANY, flatten, hooks, layouts_of
 from wholestep.capture.guards.code_writer import CodeWriter
 from wholestep.capture.guards.per_call_objects import PERSISTENT, PerCallObjects
@@ -21,7 +22,7 @@ from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container
 from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.snapshot.user_code import is_library, is_user_class
-from wholestep.capture.sources import REGISTRIES, Attr, Source, base_of, is_exact
+from wholestep.capture.sources import REGISTRIES, Attr, Source
 
 _KIND = attrgetter("layout", "requires_grad", "dtype")
 _TABLES = kinds.MAPPING, kinds.ATTRIBUTES, kinds.MODULE

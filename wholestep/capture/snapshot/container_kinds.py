@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from wholestep.capture import sources
+from wholestep.capture.container_access import base_of, contents
 from wholestep.patches import is_put_into, original
 from wholestep.torch_compat import HOOK_TABLES
 
@@ -72,7 +73,7 @@ def _anew(kind: Any, add: Callable[[Any, Iterable[Any]], None]) -> Write:
 
 
 def _write_dict(container: Any, contents: Contents) -> None:
-    kind = sources.base_of(container)
+    kind = base_of(container)
     kind.clear(container)
     for key, value in contents.items():
         kind.__setitem__(container, key, value)
@@ -83,7 +84,7 @@ def _constant(container: Any, contents: Contents) -> None:
 
 
 def _numbered(container: Iterable[Any]) -> Contents:
-    return dict(enumerate(sources.contents(container)))
+    return dict(enumerate(contents(container)))
 
 
 _SLOTS_IN_C = {defaultdict: "default_factory", deque: "maxlen"}
@@ -210,7 +211,7 @@ def _write_tensor(tensor: torch.Tensor, contents: Contents) -> None:
 
 
 _TABLE = dict.__setitem__, dict.__delitem__
-MAPPING = ContainerKind("dict", sources.contents, _write_dict, sources.Item)
+MAPPING = ContainerKind("dict", contents, _write_dict, sources.Item)
 ATTRIBUTES = ContainerKind("attributes", dict, _write_dict, sources.Item)
 MODULE = ContainerKind("module", _read_module, _one_by_one(_read_module, *_TABLE), sources.Item)
 LIST = ContainerKind("list", _numbered, _anew(list, list.extend), sources.Item)

@@ -30,6 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import BackwardHook
 
 from wholestep.capture import sources
+from wholestep.capture.container_access import base_of, referent
 from wholestep.capture.guards.compared_values import EXACT_PLAIN, PLAIN, is_one_of_a_kind
 from wholestep.capture.outside.shared_generators import RANDOM
 from wholestep.capture.outside.stand_ins import AppendOnlyList, Cached, Stopped
@@ -101,7 +102,7 @@ def _held(found: Reachable, method: Any, source: sources.Source) -> None:
 
 
 def _proxy(found: Reachable, proxy: types.MappingProxyType[Any, Any], source: sources.Source) -> None:
-    inner = sources.referent(proxy)
+    inner = referent(proxy)
     if isinstance(inner, dict):
         found.queue(inner, sources.Referent(source))
 
@@ -112,14 +113,14 @@ def _view(found: Reachable, view: Any, source: sources.Source) -> None:
 
 def _weak(found: Reachable, reference: Any, source: sources.Source) -> None:
     """Where only a weak reference leads; what libraries keep by such is their own."""
-    inner = sources.referent(reference)
+    inner = referent(reference)
     owner = inner.__self__ if isinstance(inner, types.MethodType) else inner
     if isinstance(owner, (torch.Tensor, torch.nn.Module)) or is_user_class(type(owner)):
         found.queue(inner, sources.Referent(source))
 
 
 def _mapping(found: Reachable, value: dict[Any, Any], source: sources.Source) -> None:
-    for index, key in enumerate(sources.base_of(value).__iter__(value)):
+    for index, key in enumerate(base_of(value).__iter__(value)):
         if type(key) not in EXACT_PLAIN:
             found.queue(key, sources.Member(source, index))
     found.add(value, source, kinds.MAPPING)

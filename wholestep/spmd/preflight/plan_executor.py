@@ -13,7 +13,8 @@ from wholestep import comm
 from wholestep.capture import InitialState
 from wholestep.deferred_init import origin, record_of
 from wholestep.errors import PlanError
-from wholestep.ir import BUCKET_BYTES, Input, Pass, StepGraph
+from wholestep.ir import Input, Pass, StepGraph
+from wholestep.marks import BUCKET_BYTES
 from wholestep.spmd.mesh import AxisGroup, DeviceMesh
 from wholestep.spmd.placements import Replicate
 from wholestep.spmd.plans.buffer_broadcast import BufferBroadcast

@@ -21,7 +21,8 @@ from torch.utils import checkpoint as checkpoints
 from wholestep.capture.outside.torch_settings import Settings
 from wholestep.capture.substitutes.detached_aliases import refuse_outside
 from wholestep.errors import UnsupportedError
-from wholestep.ir import Gradient, is_dense, wanted_mean
+from wholestep.ir import Gradient, is_dense
+from wholestep.marks import wanted_mean
 from wholestep.patches import Replacement, original, patched, reading
 from wholestep.torch_compat import (
     CHECKPOINT_OPERATORS,

@@ -14,7 +14,8 @@ from wholestep.capture.guards.compared_values import memory, metadata
 from wholestep.errors import CaptureError, UnsupportedError
 from wholestep.fake_evaluate import results
 from wholestep.functional import OFFSETS
-from wholestep.ir import InputKind, wrapped_as
+from wholestep.ir import InputKind
+from wholestep.marks import wrapped_as
 from wholestep.nested import leaves, map_leaves
 from wholestep.torch_compat import HOOK_TABLES, IS_VIEW, FakeTensor, fake_of, generator_id, no_modes
 from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
