@@ -110,6 +110,8 @@ def exchanged(
 
 def with_arguments(target: Any, args: Any, kwargs: Any, /, **changed: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A call's arguments, some exchanged by their names in the operator's schema."""
+    if not changed:  # it need not be an operator
+        return tuple(args), dict(kwargs)
     given = [*(bound_arguments(target, args, kwargs) | changed).items()]
     return tuple(value for _, value in given[: len(args)]), dict(given[len(args) :])
 
