@@ -1,17 +1,16 @@
 """What a graph calls besides operators: functional variants of those that write, and the state of the random generator.
 
-May import: errors, torch_compat.
+May import: torch_compat.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, ClassVar
 
 import torch
 
-from wholestep.errors import CaptureError
 from wholestep.torch_compat import OpOverload, wait_collective
 
 # Views whose schema does not say so.
@@ -151,52 +150,6 @@ class Functionalized(Wrapped):
         outs = list(out) if isinstance(out, (tuple, list)) else [] if out is None else [out]
         fresh = [o for o in outs if not any(o is w for w in written)]
         return (*fresh, *written)
-
-
-class Count(int):
-    """The version counter of a tensor from outside, as a step reads it: another number at each call.
-
-    It may be kept, returned, set again, and moved by constants; a branch on it would hold for one call only.
-
-    Attributes:
-        tensor: the tensor whose counter it is.
-    """
-
-    tensor: torch.Tensor
-    what, remedy = "a version counter", "compare it with another reading of the same tensor's counter"
-
-    def of(self, tensor: torch.Tensor) -> Any:
-        """The same number, for a tensor."""
-        self.tensor = tensor
-        return self
-
-    def __add__(self, other: int) -> Any:
-        return Count(int(self) + int(other)).of(self.tensor)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: int) -> Any:
-        difference = int(self) - int(other)
-        if isinstance(other, Count):
-            return difference if other.tensor is self.tensor else self._compare(int.__sub__, other)
-        return Count(difference).of(self.tensor)
-
-    def _compare(self, compare: Callable[[int, int], Any], other: Any) -> Any:
-        if isinstance(other, Count) and other.tensor is self.tensor:
-            return compare(int(self), int(other))
-        what = f"Python compares {self.what}, or computes with it, another number at each call"
-        raise CaptureError(what, remedy=self.remedy)
-
-    def __bool__(self) -> bool:
-        return bool(self._compare(int.__ne__, 0))
-
-
-def _comparison(compare: Callable[[int, int], Any]) -> Callable[[Count, Any], Any]:
-    return lambda count, other: count._compare(compare, other)
-
-
-for _way in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
-    setattr(Count, _way, _comparison(getattr(int, _way)))
 
 
 class UnderGrad(Wrapped):

@@ -205,13 +205,6 @@ class Replacement(Child):
         return call.replaced[self.base.path]
 
 
-class Version(Child):
-    """The version counter of a tensor, less by ``key`` than it is then."""
-
-    paths, texts = "{0.path}._version - {1}", "{0.text}._version - {1}"
-    step = staticmethod(lambda tensor, less: tensor._version - less)
-
-
 class Referent(Child):
     """What `referent` gives."""
 

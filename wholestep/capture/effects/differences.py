@@ -22,9 +22,9 @@ from wholestep.capture.snapshot.garbage_collection import kept_in_module
 from wholestep.capture.snapshot.names_read import set_on_entry
 from wholestep.capture.snapshot.reachable import Container, TensorInput
 from wholestep.capture.snapshot.snapshot import Snapshot
-from wholestep.capture.sources import Globals, Source, Vars, Version
+from wholestep.capture.sources import Globals, Source, Vars
+from wholestep.capture.version_counters import Count, Version
 from wholestep.errors import LeakError, UnsupportedError
-from wholestep.functional import Count
 from wholestep.patches import is_added, unpatched
 from wholestep.torch_compat import HOOK_TABLES, is_fakes_own
 

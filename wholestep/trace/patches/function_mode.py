@@ -16,8 +16,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import dlpack
 
+from wholestep.capture.version_counters import Count
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
-from wholestep.functional import Count, Required
+from wholestep.functional import Required
 from wholestep.nested import leaves, map_leaves
 from wholestep.patches import Replacement
 from wholestep.torch_compat import (
