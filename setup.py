@@ -45,7 +45,6 @@ setup(
                                 "-fno-trapping-math", "-pthread", "-Wall", "-Wextra"],
             extra_link_args=["-pthread", "-lm"],
             py_limited_api=True,
-            optional=True,
         ),
         Extension(
             "wholestep.lower.fusion._draws",
@@ -54,7 +53,6 @@ setup(
             extra_compile_args=["-O3", "-std=gnu11", "-fwrapv", "-Wall", "-Wextra"],
             extra_link_args=["-lm"],
             py_limited_api=True,
-            optional=True,
         ),
         Extension(
             "wholestep.capture.guards._bulk",

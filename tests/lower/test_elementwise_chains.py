@@ -34,7 +34,6 @@ def optimizer_builder() -> Builder:
 @pytest.mark.parametrize("optimizer", sorted(set(OPTIMIZERS) - {"adamw_fused"}))
 def test_an_optimizer_runs_as_chains(optimizer: str) -> None:
     """All arithmetic on parameters and state, whatever their shapes."""
-    assert chains.native is not None, "python setup.py build_ext --inplace"
     step, inputs = program("mlp", optimizer)
     fast = compare(step, inputs)
     assert "chain_" in fast.code and "addcdiv_(" not in fast.code and "torch.sqrt(" not in fast.code
@@ -66,12 +65,6 @@ def test_another_default_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "chain_" in compare(step, inputs).code
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def test_without_the_native_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chains, "native", None)
-    fast = compare(*program("mlp", "adamw"))
-    assert "chain_" not in fast.code and "addcdiv_(" in fast.code
 
 
 def test_an_operator_whose_bits_no_kernel_has_stays_torchs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,11 +84,6 @@ def test_products_follow_the_precision_that_torch_is_set_to() -> None:
     assert fast.code.count("\n    #   torch.mm(") == in_rows
 
 
-def test_without_the_native_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chains, "native", None)
-    assert "straight" not in compare(*layer(32, 64, 64, False)).code
-
-
 def test_a_step_of_many_sizes() -> None:
     """What is of one size runs in a row; what changes with the batch was tried at one size alone."""
     torch.manual_seed(0)

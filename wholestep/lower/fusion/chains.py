@@ -21,14 +21,8 @@ import torch
 from torch import fx
 
 from wholestep.ir import info
+from wholestep.lower.fusion import _chain as native
 from wholestep.torch_compat import mkl_square_root, no_modes, openmp
-
-try:
-    from wholestep.lower.fusion import _chain as native
-except ImportError:  # not built: torch's kernels serve instead
-    native = None  # type: ignore[assignment]
-if not hasattr(native, "use_openmp"):  # built from older source
-    native = None  # type: ignore[assignment]
 
 aten = torch.ops.aten
 _MKL_MODE = 0x2 | 0x100 | 0x140000  # high accuracy, no error state, subnormals kept: as torch calls it
@@ -77,7 +71,7 @@ def is_elementwise(node: fx.Node) -> bool:
 def chain_step(node: fx.Node) -> Step | None:
     """A call as an operator of a chain; None when it cannot be one."""
     value = info(node).value
-    if native is None or not isinstance(value, torch.Tensor) or not _whole(value, value):
+    if not isinstance(value, torch.Tensor) or not _whole(value, value):
         return None
     if torch.get_num_threads() > 1 and not _has_threads() and value.numel() >= SHARED_FROM:
         return None

@@ -10,12 +10,8 @@ import functools
 
 import torch
 
+from wholestep.lower.fusion import _draws as native
 from wholestep.torch_compat import no_modes
-
-try:
-    from wholestep.lower.fusion import _draws as native
-except ImportError:  # not built: torch's kernel serves instead
-    native = None  # type: ignore[assignment]
 
 aten = torch.ops.aten
 LEAST = 1 << 11  # elements: below, the state's way out and back costs more than is won
@@ -39,8 +35,6 @@ def _drawn(out: torch.Tensor, p: float, generator: torch.Generator) -> torch.Ten
 @functools.cache
 def _has_torchs_bits() -> bool:
     """Tries it against torch, for several probabilities and from several places of the generator's state."""
-    if native is None:
-        return False
     with no_modes():
         ours, theirs = (torch.Generator().manual_seed(7) for _ in range(2))
         for count, p in ((1, 0.5), (623, 0.1), (4096, 0.9), (3, 0.0), (5001, 1.0), (2500, 0.37)):

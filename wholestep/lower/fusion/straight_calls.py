@@ -36,7 +36,7 @@ def straight_step(node: fx.Node) -> Step | None:
     step = chain_step(node)
     if step is not None:
         return Step((str(kernel_of(node, step)),), step.operands, step.number)
-    if node.kwargs or chains.native is None or not node.args:
+    if node.kwargs or not node.args:
         return None
     kernel, operands = _PRODUCTS.get(node.target), node.args  # type: ignore[call-overload]
     if node.target is aten.sum.dim_IntList and node.args[1] in ([0], (0,)) and info(node).value.dim() < 3:
