@@ -34,7 +34,6 @@ setup(
                                 "-Wall", "-Wextra"],
             extra_link_args=["-pthread"],  # fmt: skip
             py_limited_api=True,
-            optional=True,
         ),
         Extension(
             "wholestep.lower.fusion._chain",

@@ -8,7 +8,6 @@ the last ones stay for a week.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import stat
@@ -16,7 +15,6 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
 from pathlib import Path
@@ -42,7 +40,6 @@ Entry = list[Any]
 Shown = tuple[str, str, torch.Size | None, torch.dtype | None]
 
 ring: list[Entry | None] = [None] * KEPT  # an entry is at its number modulo KEPT
-take_number: Callable[[], int] = itertools.count(1).__next__ if native is None else native.number
 
 
 def shown(group: ProcessGroup, op: str, like: torch.Tensor | None) -> Shown:
@@ -57,7 +54,7 @@ def begin(group: ProcessGroup, op: str, like: torch.Tensor | None) -> Entry:
         frame = frame.f_back
     seq = group._get_sequence_number_for_group() + 1
     where = frame.f_code, frame.f_lasti
-    number = take_number()
+    number = native.number()
     entry: Entry = [shown(group, op, like), number, seq, time.time(), *where, "started", None, None]
     ring[number % KEPT] = entry
     return entry
@@ -122,9 +119,7 @@ def fail(entry: Entry, group: ProcessGroup, error: BaseException) -> None:
 def _entries() -> list[Entry]:
     """Those kept, oldest first."""
     kept = [entry for entry in ring if entry is not None]
-    if native is not None:
-        kept += native.flights()  # of those that ended at once
-    return sorted(kept, key=itemgetter(NUMBER))[-KEPT:]
+    return sorted([*kept, *native.flights()], key=itemgetter(NUMBER))[-KEPT:]  # these ended at once
 
 
 def records() -> list[dict[str, Any]]:

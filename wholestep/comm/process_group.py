@@ -238,8 +238,7 @@ class ForkedGroup(ProcessGroup):
 
 
 def _in_child() -> None:
-    if shared_tensors.native is not None:
-        shared_tensors.native.after_fork()
+    shared_tensors.native.after_fork()
     shared_tensors.renew_pool()
     for group in list(alive):
         if group.ends_with_fork:

@@ -12,26 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
+from wholestep.comm.engines import _native as native
 from wholestep.errors import DistBackendError
-
-try:
-    from wholestep.comm.engines import _native as native
-except ImportError:
-    native = None  # type: ignore[assignment]
 
 SHARED_FOLDER = "/dev/shm"
 PAGE = 4096
-
-
-def need_native() -> None:
-    """Raises:
-    DistBackendError: the compiled engine is not there.
-    """
-    if native is None:
-        raise DistBackendError(
-            "the shm transport is not built: run `python setup.py build_ext --inplace` (or `pip install .`) "
-            "with a C compiler, or choose backend='gloo'"
-        )
 
 
 def unnamed_file(length: int, what: str) -> int:
@@ -114,13 +99,12 @@ def empty(
         shared: the storage goes back to a pool, for the next tensor of its size, when the last tensor on it dies.
 
     Raises:
-        DistBackendError: the engine is not built, or shared memory is full.
+        DistBackendError: shared memory is full.
     """
     shape = torch.Size(size[0] if len(size) == 1 and not isinstance(size[0], int) else size)  # type: ignore[arg-type]
     dtype = dtype or torch.get_default_dtype()
     if not shared or shape.numel() == 0:
         return torch.empty(shape, dtype=dtype, requires_grad=requires_grad)
-    need_native()
     count = shape.numel() * dtype.itemsize
     length = -(-count // PAGE) * PAGE
     address = _pool.take(length)

@@ -73,8 +73,7 @@ def set_thread_world(new: World | None) -> None:
         del _local.world
     else:
         _local.world = new
-    if native is not None:  # while groups differ by thread, no call is like an earlier one
-        native.quick_pause(-1 if new is None else 1)
+    native.quick_pause(-1 if new is None else 1)  # while groups differ by thread, no call is like an earlier one
 
 
 def in_this_world(function: Callable[[], Any]) -> Callable[[], Any]:

@@ -34,18 +34,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def _set_up() -> bool:
     capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
-    return (
-        native is not None
-        and type(capsule).__name__ == "PyCapsule"
-        and native.quick_setup(
-            capsule, torch.Tensor, count_dispatch_modes, flight_recorder.ring, "started", "completed"
-        )
+    return type(capsule).__name__ == "PyCapsule" and native.quick_setup(
+        capsule, torch.Tensor, count_dispatch_modes, flight_recorder.ring, "started", "completed"
     )
 
 
 available = _set_up()
-if native is not None:
-    native.quick_profiler(*PROFILER)
+native.quick_profiler(*PROFILER)
 
 
 def with_plan_cache(row: Collective) -> Callable[[Function], Function]:

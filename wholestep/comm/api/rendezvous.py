@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from urllib.parse import urlparse
 
-from wholestep.comm.api.backends_registry import BackendConfig, create_group, is_shm_available
+from wholestep.comm.api.backends_registry import BackendConfig, create_group
 from wholestep.comm.api.groups import DEFAULT_GROUP, NonMember, get_group, is_initialized, world
 from wholestep.comm.api.tracing import not_recorded
 from wholestep.comm.engines import c10d
@@ -117,7 +117,7 @@ def init_process_group(
     size = world_size if world_size > 0 else int(_from_environment(_SIZES, "world_size"))
     if not 0 <= rank < size:
         raise ValueError(f"init_process_group: rank {rank} is outside a world of {size}")
-    config = BackendConfig(backend or ("shm" if is_shm_available() else "gloo"))
+    config = BackendConfig(backend or "shm")
     made_here = store is None
     if config.device_backend_map.get("cpu") == "null" and init_method is None:
         store = store or HashStore()  # nobody else is to be met

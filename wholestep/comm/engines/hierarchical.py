@@ -31,7 +31,6 @@ from wholestep.comm.engines.shm_segment import host_identity
 from wholestep.comm.engines.work_queue import WorkQueue
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup, description, part_of
 from wholestep.comm.reduce_op import RedOpType
-from wholestep.comm.shared_tensors import need_native
 from wholestep.comm.stores.store import Store
 from wholestep.comm.stores.store_barrier import exchange
 from wholestep.comm.work import Work
@@ -249,10 +248,9 @@ def create_shared(store: Store, rank: int, size: int, timeout: timedelta = DEFAU
     """A group over shared memory: `ShmGroup` where all ranks are on one host, else `HierarchicalGroup`.
 
     Raises:
-        DistBackendError: the engine is not built, or cannot be started.
+        DistBackendError: the engine cannot be started.
         DistStoreError: not all ranks came within the time-out.
     """
-    need_native()
     topology = Topology(exchange(rank, store, "hosts", size, timeout, host_identity()))
     if len(topology.hosts) == 1:
         return ShmGroup(store, rank, size, timeout)
