@@ -12,12 +12,14 @@ import functools
 import importlib.util
 import io
 import logging
+import multiprocessing
 import os
 import pathlib
 import pickle
 import pkgutil
 import queue
 import random
+import socket
 import sys
 import threading
 import time
@@ -50,6 +52,7 @@ class Watch:
 
 WATCH = Watch()
 SYSTEM = random.SystemRandom()
+PIPE, SOCKETS = multiprocessing.Pipe(), socket.socketpair()
 ASKED: dict[str, Callable[[], Any]] = {
     "time.time": lambda: now(),
     "time.perf_counter": lambda: perf_counter(),
@@ -67,6 +70,9 @@ ASKED: dict[str, Callable[[], Any]] = {
     "sys.getrecursionlimit": lambda: sys.getrecursionlimit(),
     "threading.current_thread": lambda: len(threading.current_thread().name),
     "decimal.getcontext": lambda: decimal.getcontext().prec,
+    "Connection.recv": lambda: PIPE[0].recv(),
+    "Connection.poll": lambda: PIPE[0].poll(),
+    "socket.recv": lambda: SOCKETS[0].recv(1)[0],
 }
 
 

@@ -126,6 +126,7 @@ TABLE: list[tuple[Verdict, dict[Any, tuple[str, ...]]]] = [
         pickle: ("load", "loads", "_load", "_loads"), pickle.Unpickler: ("load",),  # globals by any name
         decimal: ("getcontext",), locale: ("getlocale", "localeconv"), numpy: ("geterr", "get_printoptions"),
         torch.overrides: FUNCTION_MODES,
+        **dict.fromkeys((torch.Tensor, torch.UntypedStorage), ("is_shared",)),
     }),
     (TAKES, {
         socket.socket: ("recv", "recv_into", "recvfrom", "accept"), os: ("read",),
@@ -225,7 +226,7 @@ class Outside:
         for verdict, owners in TABLE:
             yield from ((owner, name, self._refusing(verdict, owner, name))
                         for owner, names in owners.items() for name in names
-                        if name in vars(owner) and (verdict is not ASKS or name in named or owner is SYSTEMS))
+                        if hasattr(owner, name) and (verdict is not ASKS or name in named or owner is SYSTEMS))
         yield from self.draws.replacements()
         yield type(os.environ), "__getitem__", lambda environ, key: self._read(environ, key)
         yield from ((owner, name, self._of_level(owner, name)) for owner, name in LEVELS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from types import FrameType
 
 import torch
 
@@ -25,7 +24,6 @@ OWNERS = ("untyped_storage", "storage")  # methods of a tensor that give its sto
 DESCRIBERS = ("wholestep.", FakeTensor.__module__.rpartition(".")[0])  # packages that ask for their own use
 
 _resize, _nbytes = torch.UntypedStorage.resize_, torch.UntypedStorage.nbytes
-_is_shared = torch.UntypedStorage.is_shared
 
 
 @dataclass
@@ -105,23 +103,14 @@ class StorageSizes:
                 raise UnsupportedError("a storage is resized that belongs to no tensor in reach", user_line())
             return storage
 
-        def is_unguarded(storage: torch.UntypedStorage, caller: FrameType) -> bool:
-            return storage.device.type != "meta" and not str(caller.f_globals.get("__name__")).startswith(DESCRIBERS)
-
         def nbytes(storage: torch.UntypedStorage) -> int:
-            known = self._known.get(storage_id(storage))
-            if known is None and is_unguarded(storage, sys._getframe(1)):
+            known, caller = self._known.get(storage_id(storage)), sys._getframe(1).f_globals.get("__name__")
+            if known is None and storage.device.type != "meta" and not str(caller).startswith(DESCRIBERS):
                 raise UnsupportedError("the size of a storage is read that belongs to no tensor in reach", user_line())
             return known.now if known is not None else _nbytes(storage)
 
-        def is_shared(storage: torch.UntypedStorage) -> bool:
-            if is_unguarded(storage, sys._getframe(1)):
-                what = "the step asks whether memory is shared, which may be at a later call"
-                raise UnsupportedError(what, user_line(), "ask outside of the step, and pass the answer as an argument")
-            return _is_shared(storage)
-
         sized = [(torch.UntypedStorage, name, nbytes) for name in ("nbytes", "size", "__len__")]
-        return [(torch.UntypedStorage, "resize_", resize), (torch.UntypedStorage, "is_shared", is_shared), *sized]
+        return [(torch.UntypedStorage, "resize_", resize), *sized]
 
 
 def _beside(first: TracedInput, other: TracedInput, tensor: torch.Tensor) -> Ref:
