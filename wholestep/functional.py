@@ -258,7 +258,7 @@ class Required:
 
 def same_value(found: Any, expected: Any) -> bool:
     """Equality, with each NaN like any other and the two zeros apart, as code that divides by them sees them."""
-    return type(found) is type(expected) and repr(found) == repr(expected)
+    return found is expected or type(found) is type(expected) and repr(found) == repr(expected)
 
 
 def get_rng_state(generator: torch.Generator | None = None) -> torch.Tensor:

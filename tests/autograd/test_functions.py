@@ -20,6 +20,7 @@ import torch
 import torch._inductor.decomposition
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 import wholestep as ws
 from wholestep import comm
@@ -254,6 +255,23 @@ def test_a_compiled_module_is_the_module_in_all_but_calls() -> None:
         twin.fc1.weight.zero_()
     assert not torch.equal(twin(x), model(x))
     assert torch.equal(pickle.loads(pickle.dumps(compiled))(x), model(x))
+
+
+def test_another_object_of_a_compiled_modules_class_is_a_module_as_any_other() -> None:
+    model, x = nn.Linear(4, 3), torch.randn(2, 4)
+    compiled = ws.compile(model)
+    expected = compiled(x)
+
+    class Sub(type(compiled)):  # type: ignore[misc]  # as libraries make of what they patch
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + 1  # type: ignore[no-any-return]
+
+    for other, more in ((type(compiled)(4, 3), 0), (Sub(4, 3), 1)):
+        plain = nn.functional.linear(x, other.weight, other.bias) + more
+        assert torch.equal(other(x), plain) and torch.equal(copy.deepcopy(other)(x), plain)
+        again = ws.compile(other)
+        assert torch.equal(again(x), plain) and again.captures == 1
+    assert torch.equal(compiled(x), expected)
 
 
 @ws.compile(fullgraph=True)
@@ -624,6 +642,32 @@ def test_a_view_that_is_written_before_its_base_is_met() -> None:
         base, x = torch.arange(3.0), torch.ones(2, requires_grad=True)
         out = call(base[:2], base, x)
         seen.append([out.detach(), base.detach(), *torch.autograd.grad(out.sum() + base.sum(), x)])
+    assert same(*seen)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner = nn.Embedding(40, 24), spectral_norm(nn.Linear(24, 24))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.embed(x)
+        return nn.functional.linear(torch.tanh(self.inner(hidden)), self.embed.weight), hidden.flatten(1)
+
+
+def test_gradients_of_weights_used_twice_are_summed_use_by_use_with_what_reaches_them_outside() -> None:
+    seen: list[Any] = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model, found = Tied(), []
+        called = ws.compile(model, fullgraph=True) if compiled else model
+        for _ in range(2):
+            (one, flat), (two, _) = (called(torch.randint(40, (3, 7))) for _ in range(2))
+            loss = one.logsumexp(-1).mean() + two.pow(2).mean() + flat.sin().sum()
+            (loss + sum(p.pow(3).sum() for p in model.parameters())).backward()
+            found += [p.grad for p in model.parameters()]
+            model.zero_grad()
+        seen.append(found)
     assert same(*seen)
 
 

@@ -157,6 +157,5 @@ def _saves(node: Any) -> bool:
 
 def reach(start: Any, targets: list[Any]) -> frozenset[int]:
     """Which of some nodes, or leaves, an autograd graph leads to."""
-    places = {id(target): i for i, target in enumerate(targets)}
     found = {id(getattr(node, "variable", node)) for node in behind([start])}
-    return frozenset(places[key] for key in places.keys() & found)
+    return frozenset(i for i, target in enumerate(targets) if id(target) in found)

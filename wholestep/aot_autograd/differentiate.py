@@ -32,7 +32,7 @@ from wholestep.capture.snapshot.user_code import is_library
 from wholestep.errors import CaptureError, LeakError, UnsupportedError
 from wholestep.torch_compat import empty_fake, without_autocast
 from wholestep.trace import ReentrantCheckpoint
-from wholestep.trace.operators.data_dependent_formulas import by_data
+from wholestep.trace.operators.data_dependent_formulas import behind, by_data
 from wholestep.trace.outputs.collect_outputs import OutputCollector
 from wholestep.trace.outputs.leaks import made_at
 from wholestep.trace.outputs.output_records import NO_GRADIENT, Derivative, Differentiated
@@ -49,6 +49,8 @@ IN_PLACE = (
 # What a checkpoint says whose backward would run another one inside of `torch.autograd.grad`.
 REENTRANT = "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad()"
 NO_ADDRESS = "Cannot access data pointer"
+# Each more use of an input keeps a gradient of its size until the backward ends.
+MOST_USES = 4
 
 
 def differentiate(
@@ -85,7 +87,7 @@ def differentiate(
     last = next(iter(reversed(recorder.builder.graph.nodes)))
     late: list[tuple[TracedInput, fx.Node]] = []
     tangents: list[fx.Node] = []
-    gradients: list[Any] = []
+    gradients: list[list[torch.Tensor]] = []
     nodes = [r.node for r in roots]
     with _without_hooks(roots), recording(), without_autocast(), _deferred_writes(recorder, late):
         refused = [(o, _alone(o)) for o in outputs if not reach(o.tensor.grad_fn, nodes)]
@@ -96,12 +98,11 @@ def differentiate(
     outputs = [o for o in outputs if all(o is not other for other, _ in refused)]
     if not outputs and all(o.input is None for o, _ in refused):
         return None
-    gradients = gradients or [None] * len(roots)
-    found = [(r, g) for r, g in zip(roots, gradients, strict=True) if g is not None]
-    pairs = [(r, recorder.inputs.read(g)) for r, g in found]
+    gradients = gradients or [[] for _ in roots]
+    pairs = [(r, recorder.inputs.read(g)) for r, found in zip(roots, gradients, strict=True) for g in found]
     histories = [o.tensor.grad_fn for o in outputs]
     silent = [  # reached, although the gradient is None
-        r for r, g in zip(roots, gradients, strict=True) if g is None and any(reach(h, [r.node]) for h in histories)
+        r for r, found in zip(roots, gradients, strict=True) if not found and any(reach(h, [r.node]) for h in histories)
     ]
     given = [*(r for r, _ in pairs if r.item is not None), *(r for r in silent if r.item is not None)]
     made = [r for r, _ in pairs if r.alias is not None]
@@ -170,7 +171,7 @@ def _refuse(collector: OutputCollector, refused: list[tuple[Output, str]]) -> No
 
 def _gradients(
     recorder: Recorder, outputs: list[Output], roots: list[Root], refused: list[tuple[Output, str]]
-) -> tuple[list[Output], list[fx.Node], list[Any]]:
+) -> tuple[list[Output], list[fx.Node], list[list[torch.Tensor]]]:
     """Lets the engine differentiate all outputs, or those of them that it can; the others are refused."""
     tangents = [_tangent(recorder, output.tensor) for output in outputs]
     try:
@@ -197,7 +198,7 @@ def _gradients(
         except (RuntimeError, NotImplementedError) as error:
             refused.append((output, str(error)))
     outputs, tangents = [outputs[i] for i in kept], [tangents[i] for i in kept]
-    run = _run(outputs, [t for t, _ in tangents], roots) if kept else [None] * len(roots)
+    run = _run(outputs, [t for t, _ in tangents], roots) if kept else [[] for _ in roots]
     return outputs, [node for _, node in tangents], run
 
 
@@ -213,11 +214,49 @@ def _alone(output: Output) -> str:
     return NO_GRADIENT
 
 
-def _run(outputs: list[Output], tangents: list[torch.Tensor], roots: list[Root]) -> list[Any]:
+def _run(outputs: list[Output], tangents: list[torch.Tensor], roots: list[Root]) -> list[list[torch.Tensor]]:
+    """The gradients of each root: one for each use of an input, in the engine's order, or their sum if they are many.
+
+    So the sum with what reaches the input outside, as by another call of a module, is rounded as in eager.
+    """
     tensors: list[Any] = [o.tensor for o in outputs]
     edges: list[Any] = [r.edge for r in roots]
-    with handled(by_data):
-        return list(torch.autograd.grad(tensors, edges, tangents, retain_graph=True, allow_unused=True))
+    with handled(by_data), _uses(outputs, roots) as uses:
+        sums = torch.autograd.grad(tensors, edges, tangents, retain_graph=True, allow_unused=True)
+    return [
+        [] if total is None else found if 1 < len(found) <= MOST_USES else [total]
+        for total, found in zip(sums, uses, strict=True)
+    ]
+
+
+@contextmanager
+def _uses(outputs: list[Output], roots: list[Root]) -> Iterator[list[list[torch.Tensor]]]:
+    """Learns what each node of the autograd graph gives to a root, but to one whose gradients a wrapper reduces."""
+    uses: list[list[torch.Tensor]] = [[] for _ in roots]
+    places = {
+        id(r.node): found
+        for r, found in zip(roots, uses, strict=True)
+        if r.item is not None and not hasattr(r.item.value, "wholestep_shard")
+    }
+
+    def look(found: dict[int, list[torch.Tensor]]) -> Callable[..., None]:
+        def given(gradients: tuple[torch.Tensor | None, ...], _: Any) -> None:
+            for index, use in found.items():
+                if (gradient := gradients[index]) is not None:
+                    use.append(gradient)
+
+        return given
+
+    hooks = []
+    for node in behind(output.tensor for output in outputs):
+        ends = ((i, id(getattr(to, "variable", to))) for i, (to, _) in enumerate(node.next_functions))
+        if found := {i: places[end] for i, end in ends if end in places}:
+            hooks.append(node.register_hook(look(found)))
+    try:
+        yield uses
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _tangent(recorder: Recorder, like: torch.Tensor) -> tuple[torch.Tensor, fx.Node]:

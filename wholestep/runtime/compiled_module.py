@@ -31,6 +31,8 @@ class CompiledModule:
     So `state_dict()`, `train()`, `parameters()`, attributes and `isinstance` are the module's own, and a change of one
     is a change of the other. A copy, or one that was pickled, is compiled anew.
 
+    Another object of its class, as `type(model)(…)` or a subclass by a library gives, is a module as any other.
+
     Backward hooks of the module itself may do anything when a backward reaches them, so they stay outside: the module
     is called as any other, and what is compiled is its `forward`.
     """
@@ -42,15 +44,23 @@ class CompiledModule:
     def _is_hooked(self) -> bool:
         return bool(self._backward_hooks or self._backward_pre_hooks)  # type: ignore[attr-defined]
 
+    def _is_it(self) -> bool:
+        """Whether it is what was compiled, and no other object of the class."""
+        return self.__dict__ is type(self)._compiled.__wrapped__.__dict__  # type: ignore[attr-defined]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._is_hooked():
+        if not self._is_it() or self._is_hooked():
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         return type(self)._compiled(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._is_it():
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
         return type(self)._forward(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if not self._is_it():
+            return super().__reduce_ex__(protocol)
         return type(self)._again, (type(self)._compiled.__wrapped__,)  # type: ignore[attr-defined]
 
 
@@ -67,11 +77,12 @@ def compiled_module(module: nn.Module, make: Callable[..., Any], again: Callable
             ``__wrapped__`` of the result.
         again: compiles another module in the same way.
     """
-    if isinstance(module, CompiledModule):
+    if isinstance(module, CompiledModule) and module._is_it():
         return compiled_module(type(module)._compiled.__wrapped__, make, again)  # type: ignore[attr-defined]
     kind = type(module)
+    bases = (kind,) if issubclass(kind, CompiledModule) else (CompiledModule, kind)
     space = {"_compiled": staticmethod(make(module)), "_forward": staticmethod(make(module.forward)),
              "_again": staticmethod(again), "__module__": kind.__module__}
-    made: nn.Module = object.__new__(type(f"Compiled{kind.__name__}", (CompiledModule, kind), space))
+    made: nn.Module = object.__new__(type(f"Compiled{kind.__name__}", bases, space))
     made.__dict__ = module.__dict__
     return made

@@ -73,7 +73,7 @@ class Predicate:
 
     def holds(self, values: Sequence[Any] | Mapping[int, Any]) -> bool:
         with torch.no_grad():
-            return same_value(self.module(*(values[i] for i in self.inputs)), self.expected)
+            return same_value(self.module.forward(*[values[i] for i in self.inputs]), self.expected)  # past hooks
 
     @property
     def reason(self) -> str:
