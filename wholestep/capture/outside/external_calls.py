@@ -96,6 +96,10 @@ DRAWS = Verdict(
     "off in its settings (SpecAugment: a probability of 0)", lambda *_: True,
 )  # fmt: skip
 
+# What seeds at random, tells the seed, or shares states between generators.
+SEEDS = DRAWS._replace(error=UnsupportedError, what="which a graph cannot hold",
+                       remedy="seed with a number: manual_seed(n), or save and restore states: get_state(), "
+                              "set_state(state)")  # fmt: skip
 # What no graph can hold, whoever calls it.
 MAKES = Verdict(UnsupportedError, "whose result no fake tensor can stand for",
                 "make it outside of the step, or compile without fullgraph=True", lambda *_: True)  # fmt: skip
@@ -149,6 +153,8 @@ TABLE: list[tuple[Verdict, dict[Any, tuple[str, ...]]]] = [
         torch.jit: ("trace", "trace_module"),
     }),
     (EVALUATES, {torch.optim.LBFGS: ("step",)}),
+    (SEEDS, {torch.Generator: ("seed", "initial_seed", "set_offset", "get_offset", "clone_state",
+                               "graphsafe_get_state", "graphsafe_set_state")}),
     (STARTS, {
         threading.Thread: ("start",), threading.Event: ("set",), queue.Queue: ("put",), queue.SimpleQueue: ("put",),
     }),

@@ -1,6 +1,7 @@
 """Methods of torch's random generators, which never reach the dispatcher: nodes of the graph while a step is traced.
 
-`torch.get_rng_state`, `torch.manual_seed`, `torch.random.fork_rng` and what libraries make of them end in these.
+`torch.get_rng_state`, `torch.manual_seed`, `torch.random.fork_rng` and what libraries make of them end in these. Others
+are refused (`external_calls.py`).
 """
 
 from __future__ import annotations
@@ -12,31 +13,19 @@ import torch
 from torch import fx
 
 from wholestep import functional
-from wholestep.errors import CaptureError, UnsupportedError
+from wholestep.errors import CaptureError
 from wholestep.patches import Replacement
 from wholestep.torch_compat import no_modes
-from wholestep.trace.record.provenance import user_line
 from wholestep.trace.record.recorder import Recorder
 
 Generator = torch.Generator
 
 _get_state, _set_state, _manual_seed = Generator.get_state, Generator.set_state, Generator.manual_seed
 
-# They seed at random, tell the seed, or share states between generators.
-REFUSED = ("seed", "initial_seed", "set_offset", "get_offset", "clone_state", "graphsafe_get_state",
-           "graphsafe_set_state")  # fmt: skip
-
 
 def methods(recorder: Recorder) -> list[Replacement]:
     """What stands in for the methods of generators while the step is traced."""
     builder, refused = recorder.builder, recorder.numbers.refused
-
-    def refuse(name: str) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            remedy = "seed with a number: manual_seed(n), or save and restore states: get_state(), set_state(state)"
-            raise refused(UnsupportedError(f"torch.Generator.{name} inside of a captured step", user_line(), remedy))
-
-        return call
 
     def operand(generator: Generator) -> tuple[fx.Node, ...]:
         try:
@@ -70,5 +59,4 @@ def methods(recorder: Recorder) -> list[Replacement]:
         return generator
 
     recorded: list[Callable[..., Any]] = [get_state, set_state, manual_seed]
-    refusing = [(Generator, name, refuse(name)) for name in REFUSED]
-    return [*((Generator, method.__name__, method) for method in recorded), *refusing]
+    return [(Generator, method.__name__, method) for method in recorded]
