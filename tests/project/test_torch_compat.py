@@ -124,6 +124,7 @@ from wholestep.torch_compat import (
     python_text,
     refresh_flat_weights,
     refuse_addresses,
+    refusing_backward,
     saved_as_it_is,
     saved_numbers,
     sequence_number,
@@ -484,6 +485,16 @@ def test_views_become_some_of_several_and_outdated():
         views[1].add_(1)
     with pytest.raises(RuntimeError, match="its base or another view of its base has been modified"):
         views[2].sum()
+
+
+def test_backward_through_a_result_refuses_in_the_words_given():
+    value = torch.ones(2)
+    with torch.no_grad():
+        result = refusing_backward("not here")(value)
+    assert result.requires_grad and not result.is_leaf and not result._is_view() and not value.requires_grad
+    assert result.data_ptr() == value.data_ptr() and result._version == 0
+    with pytest.raises(RuntimeError, match="^not here$"):
+        (result * 2).sum().backward()
 
 
 def test_the_current_node_is_the_one_that_the_engine_runs():

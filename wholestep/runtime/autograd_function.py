@@ -232,6 +232,10 @@ def _refusing(gradients: Sequence[Any], behind: Sequence[Any]) -> list[Any]:
 
 
 SECOND_TIME = "Trying to backward"
+NOT_KEPT = (
+    f"{SECOND_TIME} through the graph a second time: this tensor is the result of a compiled step, whose graph is not "
+    "kept. Call backward() inside of the step."
+)
 NOT_OUTSIDE = (
     "this is the result of a step that is compiled under a plan: its backward outside of the step would leave "
     "gradients that no plan has reduced. Compile a function that calls the model and backward()."
@@ -251,8 +255,5 @@ class NotDifferentiable(torch.autograd.Function):
         if ctx.why == NO_GRADIENT:
             return (None,) * len(ctx.needs_input_grad)
         if ctx.why.startswith(SECOND_TIME):
-            raise RuntimeError(
-                "Trying to backward through the graph a second time: this tensor is the result of a compiled step, "
-                "whose graph is not kept. Call backward() inside of the step."
-            )
+            raise RuntimeError(NOT_KEPT)
         raise RuntimeError(ctx.why or NOT_OUTSIDE)

@@ -16,7 +16,7 @@ from wholestep.capture.sources import Decision
 from wholestep.functional import Decided, Diverged
 from wholestep.ir import is_effectful
 from wholestep.runtime.autograd_function import CompiledFunction, Plan, Ran, plan_of
-from wholestep.runtime.output_aliases import as_inference, refuse, remade
+from wholestep.runtime.output_aliases import are_spent, as_inference, refuse, remade, spent
 from wholestep.runtime.program import DonatedInputs, Program
 from wholestep.tensor_parts import Part, mark_part
 from wholestep.torch_compat import make_one_of_several
@@ -103,6 +103,7 @@ class Entry:
             made = [i for i, s in slots if (s.base is not None) is views]
             self.phases.append((made, list(counted), tuple(counted.values())))
         self.handle = torch.zeros((), requires_grad=True)
+        self.spent = are_spent(traced.aliases)
         self.plan = plan_of(traced, program)
         # an input's memory is written again, with a history, when the forward has run
         rewritten = traced.refused or (derivative and derivative.rewritten)
@@ -195,7 +196,9 @@ class Entry:
         # views come last: autograd knows one by its operators as long as its counter is what it was when it was made
         for making, fresh, counted in self.phases:
             for index in making:
-                if index not in slots:
+                if index in self.spent:
+                    slots[index] = spent(outputs[self.aliases[index].output])  # type: ignore[index]
+                elif index not in slots:
                     slots[index] = remade(self.aliases[index], outputs, values, slots, self.handle)
             if fresh:
                 count_writes(tuple([slots[i] for i in fresh]), counted)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 
-from wholestep.runtime.autograd_function import SECOND_TIME, NotDifferentiable
+from wholestep.runtime.autograd_function import NOT_KEPT, SECOND_TIME, NotDifferentiable
 from wholestep.runtime.backward_programs import viewed
-from wholestep.torch_compat import set_versions
+from wholestep.torch_compat import refusing_backward, set_versions
 from wholestep.trace.outputs.output_records import NO_GRADIENT, OutputAlias, View
 
 NEVER = 1 << 30  # a version that no count comes to
@@ -46,6 +47,22 @@ def remade(
         with torch.enable_grad():
             return NotDifferentiable.apply(alias.refusal, tensor, *_behind(alias.refusal, values, handle))  # type: ignore[no-any-return, no-untyped-call]
     return tensor
+
+
+# Gives a result of a graph that is not kept its history; for memory that no other result has, nor its version counter.
+spent = refusing_backward(NOT_KEPT)
+
+
+def are_spent(aliases: Sequence[OutputAlias]) -> set[int]:
+    """Which aliases are made by `spent`."""
+    times = Counter(alias.output for alias in aliases)
+    return {
+        i
+        for i, alias in enumerate(aliases)
+        if alias.output is not None and times[alias.output] == 1 and alias.views is None
+        and alias.refusal.startswith(SECOND_TIME) and alias.state.requires_grad
+        and not (alias.state.leaf or alias.state.parameter or alias.state.inference)
+    }  # fmt: skip
 
 
 def _viewed(base: torch.Tensor, views: Sequence[View], outdated: bool) -> torch.Tensor:

@@ -72,8 +72,9 @@ class Predicate:
     line: str
 
     def holds(self, values: Sequence[Any] | Mapping[int, Any]) -> bool:
-        with torch.no_grad():
-            return same_value(self.module.forward(*[values[i] for i in self.inputs]), self.expected)  # past hooks
+        given = [values[i] for i in self.inputs]
+        with torch.no_grad() if any(isinstance(value, torch.Tensor) for value in given) else nullcontext():
+            return same_value(self.module.forward(*given), self.expected)  # past hooks
 
     @property
     def reason(self) -> str:
