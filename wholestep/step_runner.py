@@ -20,8 +20,9 @@ from wholestep.torch_compat import needs_memory
 from wholestep.trace.numbers.dynamic_shapes import shapes
 from wholestep.trace.outputs.leaks import take_back
 
-# Where a step's Python may run instead of a program, every how many calls the guards are asked one by one.
-CALLS_A_WALK = 16
+# Where a step's Python may run instead of a program, every how many calls the guards are asked one by one; and where
+# that took longer than the program.
+CALLS_A_WALK, CALLS_A_LONG_WALK = 16, 256
 
 
 class StepRunner:
@@ -61,7 +62,8 @@ class StepRunner:
             return self.co_run(*args, **kwargs)
         of_shapes = shapes((args, kwargs)) if entries.sized else None
         entries.calls += 1
-        walks = self.co_run is None or entries.calls % CALLS_A_WALK == 0
+        calls_a_walk = CALLS_A_LONG_WALK if entries.walks_in_vain else CALLS_A_WALK
+        walks = self.co_run is None or entries.calls % calls_a_walk == 0
         broken: BreakError | None = None
         try:
             outcome = entries.serve(args, kwargs, ready, self._run, of_shapes, walks)
@@ -70,6 +72,8 @@ class StepRunner:
         if broken is not None:
             return self._run_python(broken, args, kwargs)
         if type(outcome) is not GuardFailure:
+            if entries.walks_in_vain and self.co_run is None and self._options.may_run_python and self._executor.plain:
+                self._give_up_replays()
             return outcome
         if self.co_run is not None:
             return self.co_run(*args, **kwargs)
@@ -117,6 +121,16 @@ class StepRunner:
             return outcome
         finally:
             self._capturer.undo()
+
+    def _give_up_replays(self) -> None:
+        """From the next call on the step's Python runs, except where a program is known to serve at once."""
+        walked = self._entries.walks
+        self.co_run = CoRun(self._fn, collecting(self._fn), self._options)
+        self.breaks.append(
+            f"objects that the step reaches were others at each of the last {walked} calls, as containers made anew "
+            "are: to compare what they hold took longer than the program; to do: change them in place, or pass what the "
+            "step needs of them as arguments"
+        )
 
     @property
     def _run(self) -> Run:

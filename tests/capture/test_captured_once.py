@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -358,6 +359,27 @@ def test_numbers_that_never_come_again_are_no_reason_to_capture_for_ever() -> No
     for call in range(40):
         turns(*worlds[1][1:], x, call % 8)
     assert turns.captures == 8 and not turns.breaks
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_what_is_another_object_at_each_call_is_not_compared_for_ever(fullgraph: bool) -> None:
+    """Where to compare takes longer than the step: its Python runs, unless that is refused."""
+    state = SimpleNamespace(inner=None)
+
+    def scaled(net: nn.Module, opt: optim.Optimizer, x: Tensor) -> Tensor:
+        return zero_last(net, opt, x * state.inner.scales[1]["x"])
+
+    worlds = [(step, *parts(optim.SGD)[:2]) for step in (scaled, ws.compile(scaled, fullgraph=fullgraph))]
+    x, compiled = torch.randn(3, 4), worlds[1][0]
+    walked = []
+    for _ in range(40):
+        state.inner = SimpleNamespace(scales=[1, {"x": 3}])
+        assert torch.equal(*(step(net, opt, x) for step, net, opt in worlds))
+        walked.append(compiled._entries[0].binder.slow_calls)  # type: ignore[attr-defined]
+    assert walked[-1] - walked[20] == (19 if fullgraph else 0)
+    assert [b.split(",")[0] for b in compiled.breaks] == [  # type: ignore[attr-defined]
+        "objects that the step reaches were others at each of the last 16 calls"
+    ] * (not fullgraph)
 
 
 @pytest.mark.parametrize(("make", "captures"), [(optim.SGD, 1), (optim.AdamW, 9)])

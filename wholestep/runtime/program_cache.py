@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
+from time import perf_counter
 from typing import Any
 
 from wholestep.capture import Args, Binder, GuardFailure, Kwargs
@@ -23,6 +24,10 @@ BRANCHES, MOST_BRANCHES, CALLS_A_BRANCH = 3, 8, 32
 # Beyond so many captures each must have served so many calls, on average: else it is for numbers that never come again.
 FEW, CALLS_A_CAPTURE = 8, 4
 
+# After so many calls in a row that were compared object by object, replays are given up where that took longer than
+# they did.
+WALKS = 16
+
 # Runs an entry on the inputs that its binder gave; called as `Entry` is.
 Run = Callable[[Entry, list[Any], Args, Kwargs, Ready], Any]
 
@@ -33,11 +38,13 @@ class ProgramCache(list[Entry]):
     Attributes:
         sized: whether they differ in the shapes of their arguments.
         calls: how many there were.
+        walks: how many of the last ones in a row were served after a walk.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.sized, self.calls = False, 0
+        self.sized, self.calls, self.walks = False, 0, 0
+        self._lost = 0.0  # seconds that these walks took more than what they served
         self._evicts = False
         self._came: Counter[Hashable] = Counter()  # how often shapes came that have no entry
 
@@ -54,15 +61,18 @@ class ProgramCache(list[Entry]):
         """
         candidates, failures, decided = self._candidates(shapes), dict[Entry, GuardFailure](), GuardFailure("")
         for bind in (Binder.fast, Binder.walk) if walks else (Binder.fast,):
+            began = perf_counter()
             for entry in candidates:
                 if entry in failures or not entry.may_follow(decided.outcomes):
                     continue
                 values = bind(entry.binder, args, kwargs)
                 if values is None:
                     continue
+                bound = perf_counter()
                 outcome = run(entry, values, args, kwargs, ready) if type(values) is list else values
                 if type(outcome) is not GuardFailure:
                     self._has_served(entry, shapes)
+                    self._count_walk(bind is Binder.walk, bound - began, perf_counter() - bound)
                     return outcome
                 failures[entry] = outcome
                 if outcome.outcomes:
@@ -84,6 +94,15 @@ class ProgramCache(list[Entry]):
         if entry is not self[0]:
             self.remove(entry)
             self._put_first(entry)
+
+    def _count_walk(self, walked: bool, binding: float, running: float) -> None:
+        self.walks = self.walks + 1 if walked else 0
+        self._lost = self._lost + binding - running if walked else 0.0
+
+    @property
+    def walks_in_vain(self) -> bool:
+        """Whether objects that the step reaches are others at each call, and comparing them takes longer than it."""
+        return self.walks >= WALKS and self._lost > 0
 
     def add(self, entry: Entry, evicts: bool) -> None:
         """Adds a new entry.
