@@ -128,8 +128,8 @@ class StepRunner:
         self.co_run = CoRun(self._fn, collecting(self._fn), self._options)
         self.breaks.append(
             f"objects that the step reaches were others at each of the last {walked} calls, as containers made anew "
-            "are: to compare what they hold took longer than the program; to do: change them in place, or pass what the "
-            "step needs of them as arguments"
+            "are: to compare what they hold took longer than the program; to do: change them in place, or pass what "
+            "the step needs of them as arguments"
         )
 
     @property
