@@ -36,6 +36,7 @@ class NumberRecorder(Protocol):
     def record(
         self, function: Callable[..., Any], args: tuple[Any, ...], hint: Any, error: Exception | None = None
     ) -> Any: ...
+    def size(self, number: Any) -> Any: ...
     def decide(self, node: fx.Node, line: str) -> Any: ...
     def token(self, number: HostNode) -> float: ...
     def escaped(self, number: HostNode, how: str) -> Any: ...
@@ -86,6 +87,9 @@ class HostNode:
     def int_(self) -> int:
         return int(self.recorder.escaped(self, "int(…) needs its value"))
 
+    def bool_(self) -> bool:
+        return bool(self.hint)
+
     def guard_bool(self, file: str, line: int) -> bool:
         return bool(self.hint)
 
@@ -107,7 +111,7 @@ class HostNode:
         function = _OF_CPP.get(name) or getattr(operator, name)
 
         def call(*nodes: HostNode) -> HostNode:
-            found = _record(function, *map(make_host, (self, *nodes)))
+            found = _record(function, *(self.recorder.size(make_host(node)) for node in (self, *nodes)))
             return found.node if isinstance(found, HOSTS) else self.wrap_int(found)  # type: ignore[no-any-return]
 
         return call
@@ -230,8 +234,10 @@ HostInt: Any = _number_class("HostInt", torch.SymInt, int)
 HOSTS = (HostFloat, HostInt)
 
 
-def make_host(node: HostNode) -> Any:
-    """The Python object that stands for a host number of the node's type."""
+def make_host(node: Any) -> Any:
+    """The Python object that stands for a host number of the node's type, or for a symbolic size."""
+    if not isinstance(node, HostNode):
+        return torch.SymInt(node) if node.is_int() else torch.SymFloat(node)
     return HostInt(node) if node.is_int() else HostFloat(node)
 
 
