@@ -215,8 +215,23 @@ def _attribute(name: str) -> property:
     return property(value)
 
 
+class _Type(type):
+    """The type of a class that equals another, for `type(x) == float` and `type(x) in (int, float)`.
+
+    Its hash is its own: C code that finds it under the other in a table of types would read its memory.
+    """
+
+    stands_for: type
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.stands_for
+
+    __hash__ = type.__hash__
+
+
 def _number_class(name: str, base: type, stands_for: type) -> Any:
-    return type(name, (base,), {"__doc__": f"A {stands_for.__name__} known when the step runs."} | _methods())
+    table = {"__doc__": f"A {stands_for.__name__} known when the step runs.", "stands_for": stands_for}
+    return _Type(name, (base,), table | _methods())
 
 
 def is_for_plain(error: TypeError) -> bool:
