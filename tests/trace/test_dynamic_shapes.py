@@ -277,3 +277,19 @@ def test_numbers_of_sizes_that_python_or_a_backward_needs_are_those_of_each_call
             y.sum().backward()
             ends.append((y.detach(), leaf.grad))
         assert all(map(torch.equal, *ends))
+
+
+def test_sizes_and_numbers_from_tensors_in_one_expression() -> None:
+    def step(w: Tensor, x: Tensor, n: Tensor) -> Any:
+        k, size = int(w.shape[0]) + n.item(), x.shape[1]
+        scale = (size - k) + (size + k) * (k - size) + size * k + size % k + k % size + size // k + k // size
+        loss = (w * x).sum() * scale
+        loss.backward()
+        gradient, w.grad = w.grad, None
+        return loss, gradient, torch.tensor(size - k)
+
+    compiled, w = ws.compile(step, dynamic=True), torch.ones(1, requires_grad=True)
+    for rows_, size, n in ((3, 4, 2), (5, 4, 3), (6, 7, 3), (4, 12, 7)):
+        args = w, torch.ones(rows_, size), torch.tensor(n)
+        assert all(map(torch.equal, step(*args), compiled(*args)))
+    assert compiled.captures == 1 and not compiled.specialized and not compiled.breaks

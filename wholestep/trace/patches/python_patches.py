@@ -35,7 +35,7 @@ from wholestep.torch_compat import (
     nested_compiles,
     unseen_fakes,
 )
-from wholestep.trace.numbers.host_numbers import AWARE, aware_choice
+from wholestep.trace.numbers.host_numbers import AWARE, HOSTS, aware_choice
 from wholestep.trace.numbers.symbolic_sizes import is_made, is_size
 from wholestep.trace.operators.data_dependent_formulas import behind, by_data
 from wholestep.trace.outputs.replaced_gradients import ReplacedGradients
@@ -125,7 +125,8 @@ def _is_overridden(relevant_args: Any) -> bool:
 def _size_aware(recorder: Recorder) -> list[Replacement]:
     """Functions of Python on numbers, which record what they do with host numbers.
 
-    Floats that follow from symbolic sizes are host numbers too: as expressions they would round in another order.
+    Floats that follow from symbolic sizes are host numbers too: as expressions they would round in another order. So is
+    what follows from a symbolic size and a host number.
     """
     number = recorder.numbers.size
 
@@ -136,8 +137,8 @@ def _size_aware(recorder: Recorder) -> list[Replacement]:
         original = getattr(torch.SymInt, name)
 
         def call(size: Any, other: Any) -> Any:
-            floats = isinstance(other, (float, torch.SymFloat)) or "truediv" in name
-            if not floats or not is_size(size):
+            hosts = isinstance(other, (float, torch.SymFloat, *HOSTS)) or "truediv" in name
+            if not hosts or not is_size(size):
                 return original(size, other)
             return getattr(number(size), name)(number(other))
 
@@ -149,7 +150,10 @@ def _size_aware(recorder: Recorder) -> list[Replacement]:
     return [*functions, *((torch.SymInt, name, method(name)) for name in methods)]
 
 
-SIZE_METHODS = [f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")]
+SIZE_METHODS = [
+    method for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow") for side in ("", "r")
+    if hasattr(torch.SymInt, method := f"__{side}{name}__")
+]  # fmt: skip
 
 
 class _CheckpointInput(torch.autograd.Function):
