@@ -6,7 +6,7 @@ May import: aot_autograd, capture, errors, patches, spmd, step_log, trace.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,7 @@ def capture(
     take: TakeSnapshot = snapshot,
     parts: PartsOf | None = None,
     sync: BufferBroadcast | None = None,
+    outcomes: Sequence[str] | None = None,
     sizes: Sizes | None = None,
 ) -> tuple[Snapshot, Traced]:
     """Runs the step once on fake tensors; everything real is as before when it returns or raises.
@@ -56,6 +57,7 @@ def capture(
         differentiable: whether results that require grad shall be differentiable outside of the step.
         parts: in the global view, what tensors without a mark are of whole ones.
         sync: in the local view, what broadcasts buffers.
+        outcomes: what is known of bools that the ranks decide on together; None where they do not.
         sizes: those of tensors among the arguments that are symbols.
     """
     with _lock, new_objects() as new_ids:
@@ -66,7 +68,7 @@ def capture(
             world.new_ids = new_ids
             if sizes is not None:
                 sizes.begin()
-            how = decides, backward, sizes, attempt.reentrant, sync.begin if sync else None
+            how = decides, backward, sizes, attempt.reentrant, sync.begin if sync else None, outcomes
             following = attempt
             try:
                 _thread.tracing = True

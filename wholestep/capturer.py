@@ -64,6 +64,7 @@ class Capturer:
         templates, reason, evicts = self.known.templates, failure.reason, False
         if templates is not None:
             templates.decided = failure.outcomes
+        self.known.outcomes = failure.outcomes if self._options.executor.decides_together else None
         for program in self.known.programs.values():
             program.release_memory()  # their arenas are empty between calls, and tracing needs memory too
         try:
@@ -167,13 +168,14 @@ class Capturer:
         given, executor = args, self._options.executor
         fn, args, kwargs = materialize_fakes(self._fn, args, kwargs)
         take = self._taking() if args is given else self._taking(Overrides(self._options.module_override))
-        how = self._varying, self._options.decides, executor.plain, take, executor.parts, executor.buffer_broadcast
+        outcomes = () if executor.decides_together else None
+        ways = self._options.decides, executor.plain, take, executor.parts, executor.buffer_broadcast, outcomes
         with allocated(self.deferred(args, kwargs), fills=False):
             initial = InitialState(take(fn, args, kwargs))
             try:
-                if args is given and self._options.decides:
+                if args is given and self._options.decides and executor.plain:
                     initial.fill()
-                return capture(fn, args, kwargs, *how)[1], args is given
+                return capture(fn, args, kwargs, self._varying, *ways)[1], args is given
             finally:
                 initial.drop()
 

@@ -79,7 +79,7 @@ class Options:
     @property
     def decides(self) -> bool:
         """Whether the step's Python may decide on bools that the program computes: another one may have to begin."""
-        return self.executor.plain and not self.donates and not self.fullgraph and self.backend in EXACT
+        return not (self.executor.reduces or self.donates or self.fullgraph) and self.backend in EXACT
 
     @property
     def many_sizes(self) -> bool:
@@ -96,6 +96,7 @@ class Known:
         programs: those that entries hold, by key; a capture that computes the same shares one.
         steps: graphs that went through all passes before, by the same key, not run yet.
         templates: captures for many sizes, which a call's may come from.
+        outcomes: of bools that the ranks decide on together, what is known of the call under way; None without.
         initial: optimizer state made for the capture under way, until its first run has succeeded.
         traced: whether the capture under way, or the last one, has got past the step itself.
     """
@@ -103,6 +104,7 @@ class Known:
     programs: MutableMapping[str, Program] = field(default_factory=WeakValueDictionary)
     steps: dict[str, StepGraph] = field(default_factory=dict)
     templates: Templates | None = None
+    outcomes: tuple[str, ...] | None = None
     initial: InitialState | None = None
     traced: bool = False
 
@@ -130,9 +132,9 @@ def build(
         # capture and trace, with the state that optimizers make in their first step
         known.traced = False
         initial = known.initial = InitialState(take(fn, args, kwargs, varying=varying))
-        if options.decides:  # which may be taken after an update
+        if options.decides and executor.plain:  # which may be taken after an update
             initial.fill()
-        how = options.decides, executor.plain, take, executor.parts, executor.buffer_broadcast
+        how = options.decides, executor.plain, take, executor.parts, executor.buffer_broadcast, known.outcomes
         world, traced = capture_for(fn, args, kwargs, varying, *how)
         known.traced, logged = True, world.reachable.outside
         original, parts, signature = world.substitutes.original, world.substitutes.parts, traced.step.signature

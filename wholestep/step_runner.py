@@ -40,6 +40,7 @@ class StepRunner:
     def __init__(self, fn: Callable[..., Any], options: Options, entries: ProgramCache, capturer: Capturer) -> None:
         self._fn, self._options, self._executor = fn, options, options.executor
         self._entries, self._capturer = entries, capturer
+        self._name = getattr(fn, "__qualname__", type(fn).__name__)
         self.breaks: list[str] = []
         self.eager_calls = 0
         self.co_run: CoRun | None = None
@@ -48,7 +49,7 @@ class StepRunner:
         """One call; see `Compiled.serve`."""
         if not self._executor.is_distributed:
             return self._serve(args, kwargs, ready)
-        self._executor.preflight.begin_call(getattr(self._fn, "__qualname__", type(self._fn).__name__))
+        self._executor.preflight.begin_call(self._name)
         try:
             return self._serve(args, kwargs, ready)
         except BaseException as error:
@@ -84,15 +85,16 @@ class StepRunner:
         entries, options = self._entries, self._options
         if failure.outcomes and options.may_run_python and not entries.may_branch():
             entries.forget_branches()
-            what = f"Python decides otherwise from call to call: {failure.reason}"
-            return self._run_python(CaptureError(what), args, kwargs)
+            error = CaptureError(f"Python decides otherwise from call to call: {failure.reason}")
+            if self._may_run_python(error):
+                return self._run_python(error, args, kwargs)
         sized = of_shapes is not None and not failure.outcomes
         if sized and options.may_run_eagerly and entries.is_rare(of_shapes):
             self.eager_calls += 1
             return collecting(self._fn)(*args, **kwargs)
-        self._executor.preflight.announce_capture()
         outcome: Any = failure
-        while type(outcome) is GuardFailure:  # again where Python decides otherwise than in a capture for many sizes
+        while type(outcome) is GuardFailure:  # again where Python decides otherwise than the capture went on
+            self._executor.preflight.announce_capture()
             entry = self._capture(args, kwargs, outcome)
             if isinstance(entry, Exception):
                 return self._run_python(entry, args, kwargs)
@@ -116,7 +118,7 @@ class StepRunner:
             outcome = self._run(entry, values, args, kwargs, ready) if type(values) is list else values
             if type(outcome) is not GuardFailure:
                 self._capturer.keep()
-            elif not outcome.outcomes or not self._capturer.from_template:
+            elif not outcome.outcomes or not (self._capturer.from_template or self._executor.decides_together):
                 raise WholestepError(f"internal error: guards failed on the call they were made from: {outcome.reason}")
             return outcome
         finally:
@@ -149,7 +151,10 @@ class StepRunner:
             running = True
 
         try:
-            return entry(values, args, kwargs, begin)
+            outcome = entry(values, args, kwargs, begin)
+            if type(outcome) is GuardFailure and running:  # on all ranks, which meet again for another program
+                self._executor.preflight.begin_call(self._name)
+            return outcome
         except BaseException as error:
             if running:
                 self._executor.preflight.abort_program(error)

@@ -14,7 +14,7 @@ FEW = {
         ("float64", "convnet", "FullyShard(gather='cheaper')"),
         ("float64", "t5", "TensorParallel, embedding"),
         ("float64", "mlp", "ShardedOptimizer(reduce='sum')"),
-        ("float32", "bert", "FullyShard"),  # decides on a mask of which each rank holds a part
+        ("float32", "bert", "FullyShard"),  # all ranks decide on its mask
         ("float32", "llama", "TensorParallel, sequence"),
         ("float64", "mlp", "DataParallel"),
     ],

@@ -132,9 +132,9 @@ def together(cell: Cell, mesh: ws.DeviceMesh) -> float:
     sizes = {plan.axis: mesh.get_group(plan.axis).size() for plan in plans}
     sums = [plan.axis for plan in plans if is_local(plan) and plan.reduce == "sum"]
     share = 1 / math.prod(sizes[axis] for axis in sums)
-    # transformers decides on a mask whether all counts: the Python of a step whose ranks hold parts of one runs
+    # transformers decides whether all of a mask counts; ranks with parts of one do in the global view alone
     masked = "attention_mask" in recipe.batch(torch.Generator())
-    parts = any(not is_local(plan) and plan.batch == Shard(0) for plan in plans)
+    parts = any(not is_local(plan) and plan.batch == Shard(0) for plan in plans) and any(map(is_local, plans))
     compiled = ws.compile(step, mesh=mesh, plan=plans, fullgraph=not (masked and parts))
 
     def local(batch: Batch) -> Batch:

@@ -24,7 +24,7 @@ from wholestep.spmd.plans.plan import DataParallel
 from wholestep.spmd.preflight.contract import SHARED_KINDS, Contract, contract_of, is_setting, values_of
 from wholestep.spmd.preflight.preflight_check import PreflightCheck
 from wholestep.spmd.schedule.coalesce import bucket_gradients, coalesce, pack_broadcasts
-from wholestep.spmd.schedule.overlap import start_early, wait_late
+from wholestep.spmd.schedule.overlap import start_early, wait_for_decisions, wait_late
 from wholestep.tensor_parts import Part
 from wholestep.torch_compat import FakeTensor
 
@@ -37,6 +37,7 @@ class PlanExecutor:
         parts: what tensors that carry no mark are of whole ones; None outside of the global view.
         plain: True without plans: steps stay as they are traced.
         keeps_whole: whether the plans leave every tensor whole on each rank.
+        decides_together: whether all ranks take each decision: in the global view.
         reduces: whether gradients are each rank's own before they are reduced: in the local view.
         groups: the ranks that a step is spread over, along each axis of several.
         broadcasting: the ranks to which buffers are broadcast, along the axes of the local view.
@@ -73,8 +74,9 @@ class PlanExecutor:
         spread = tuple(one for one in plans if isinstance(one, GlobalPlan))
         self.view = GlobalView(spread, tuple(mesh.axis_group(one.axis) for one in spread)) if mesh and spread else None
         self.parts = self.view.parts if self.view else None
-        self._passes += [wait_late, start_early, coalesce] if self.view else []
+        self._passes += [wait_late, start_early, coalesce, wait_for_decisions] if self.view else []
         self.plain, self.keeps_whole = not plans, all(type(one) is DataParallel for one in plans)
+        self.decides_together = self.view is not None and len(spread) == len(plans)
         self.reduces, self.groups, self.is_distributed = len(spread) < len(plans), several, bool(several)
         self.broadcasting = [group for one, group in zip(plans, self._groups, strict=True)
                              if group in several and getattr(one, "broadcast_buffers", False)]  # fmt: skip

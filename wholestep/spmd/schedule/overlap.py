@@ -1,4 +1,4 @@
-"""Collectives start as early and are waited for as late as data allows, with a cap on the memory in flight."""
+"""Collectives start as early and are waited for as late as data and decisions allow, with a cap on memory in flight."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections import deque
 import torch
 from torch import fx
 
-from wholestep.ir import StepGraph, info, is_effectful
+from wholestep.functional import Decided, is_wait
+from wholestep.ir import StepGraph, info, is_communication, is_effectful
 from wholestep.spmd.expand.graph_edits import COPIES, copy_step, is_view
 from wholestep.spmd.schedule.coalesce import Collective, found
 
@@ -33,6 +34,24 @@ def wait_late(step: StepGraph) -> StepGraph:
     for node in sorted(late, reverse=True):  # nodes compare by their place in the graph
         if node.users:
             min(node.users).prepend(node)
+    return step
+
+
+def wait_for_decisions(step: StepGraph) -> StepGraph:
+    """Moves waits for what is in flight to before the decisions at which the program may end.
+
+    Args:
+        step: left as it is.
+    """
+    step = copy_step(step, "wait_for_decisions")
+    flying: list[fx.Node] = []
+    for node in step.graph.nodes:
+        if isinstance(node.target, Decided):
+            for wait in (wait for start in flying for wait in start.users if node < wait):
+                node.prepend(wait)
+            flying = []
+        elif is_communication(node) and not is_wait(node.target):
+            flying.append(node)
     return step
 
 

@@ -3,6 +3,8 @@
 The graph so far is run on the real inputs. What is found becomes part of the program: a `Decided` call, as early as the
 value is known, ends the program where it is another. The call is then served by a program captured with that one
 (`runtime/entry.py`). The graph is pure, so that until its last decision a program leaves no trace but in generators.
+Where ranks hold parts of a batch none can tell what all find: capture goes on with what is likely, and is done again
+where the program finds another value.
 
 Some are known before the step, as `if weight_decay != 0` and `if (mask == causal).all()`: what these follow from is
 cheap, numbers among the inputs, single-element CPU tensors, constants, and comparisons and reductions of small tensors
@@ -22,7 +24,7 @@ from torch import fx
 from torch.fx.graph import magic_methods
 
 from wholestep.errors import DataDependentError
-from wholestep.functional import OFFSETS, Decided, operator_of, same_value
+from wholestep.functional import OFFSETS, Decided, base_name, operator_of, same_value
 from wholestep.ir import ancestors, copy_graph, info, is_effectful, set_info
 from wholestep.nested import tensors_of
 from wholestep.patches import suspended
@@ -155,11 +157,30 @@ def _text(node: fx.Node, texts: dict[fx.Node, str]) -> str:
 MOST = 8
 
 
-class RealValues:
-    """The values of a graph under construction on the real inputs."""
+# Operators that hand on what is decided, by base name; those that turn it round; those that look for the unusual.
+HANDING_ON = ("_local_scalar_dense", "view", "_to_copy", "clone", "detach", "squeeze")
+NEGATIONS = ("logical_not", "bitwise_not")
+UNUSUAL = ("any", "isnan", "isinf")
 
-    def __init__(self, inputs: Inputs) -> None:
-        self.inputs, self.builder = inputs, inputs.builder
+
+def likely(node: fx.Node) -> bool:
+    """What a bool may well be that no rank alone can tell: checks pass, and what is looked for is not there."""
+    name = base_name(node.target) if isinstance(node.target, OpOverload) else ""
+    if name in (*HANDING_ON, *NEGATIONS):
+        return likely(node.all_input_nodes[0]) is not (name in NEGATIONS)
+    return name not in UNUSUAL
+
+
+class RealValues:
+    """The values of a graph under construction on the real inputs.
+
+    Args:
+        outcomes: of bools that the ranks decide on together, what is known of this call, in order; None where each rank
+            decides alone.
+    """
+
+    def __init__(self, inputs: Inputs, outcomes: Sequence[str] | None = None) -> None:
+        self.inputs, self.builder, self.outcomes = inputs, inputs.builder, outcomes
         self._values: dict[fx.Node, Any] = {}
         self.decided: list[fx.Node] = []
         self._states: dict[torch.Generator, torch.Tensor] = {}  # where the draws so far have moved generators to
@@ -180,6 +201,16 @@ class RealValues:
                 if each in needed and each not in self._values:
                     self._values[each] = self._run(each, real, line)
         return self._values[node]
+
+    def assumed(self, node: fx.Node) -> bool:
+        """What the ranks may find together: as the program did that ended at this decision, or what is likely."""
+        known = (self.outcomes or ())[len(self.decided) :]
+        return known[0] == repr(True) if known else likely(node)
+
+    def parts(self, nodes: set[fx.Node]) -> list[str]:
+        """What some nodes follow from and each rank holds a part of."""
+        parts = self.inputs.world.substitutes.parts
+        return [str(item.source) for item in self.inputs.items if item.node in nodes and id(item.value) in parts]
 
     def given(self) -> dict[fx.Node, Any]:
         """What inputs are in the call, those of symbolic sizes, too."""
@@ -223,14 +254,10 @@ class RealValues:
         Raises:
             DataDependentError: it follows from tensors of which this rank holds a part.
         """
-        for item in (item for item in self.inputs.items if item.node in nodes):
-            if id(item.value) in self.inputs.world.substitutes.parts:
-                raise DataDependentError(
-                    f"Python decides on the values of {item.source}, of which each rank holds a part",
-                    line,
-                    "use torch.where, decide outside of the step, or give every rank the whole batch: "
-                    "batch=ws.Replicate()",
-                )
+        for source in self.parts(nodes):
+            what = f"Python decides on the values of {source}, of which each rank holds a part"
+            ways = "use torch.where, decide outside of the step, or give every rank the whole batch: "
+            raise DataDependentError(what, line, f"{ways}batch=ws.Replicate()")
         graph, copies = copy_graph([old for old in node.graph.nodes if old in nodes])
         for copied in graph.nodes:
             copied.args = decided(copied.args)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,6 +62,9 @@ class PythonCall:
 class RecordedNumbers:
     """The host numbers of one run (`host_numbers.py`).
 
+    Args:
+        outcomes: see `RealValues`.
+
     Attributes:
         predicates: node that Python decided on -> the decision, where it is a guard.
         decided: node that Python decided on -> the decision.
@@ -73,9 +76,9 @@ class RecordedNumbers:
         call: the outermost call of torch's Python API that runs now.
     """
 
-    def __init__(self, inputs: Inputs, decides: bool) -> None:
+    def __init__(self, inputs: Inputs, decides: bool, outcomes: Sequence[str] | None = None) -> None:
         self.inputs, self.builder, self.decides = inputs, inputs.builder, decides
-        self.watch, self.real = self.builder.watch, RealValues(inputs)
+        self.watch, self.real = self.builder.watch, RealValues(inputs, outcomes)
         self.predicates: dict[fx.Node, Predicate] = {}
         self.decided: dict[fx.Node, Any] = {}
         self.refusal: CaptureError | None = None
@@ -164,10 +167,15 @@ class RecordedNumbers:
     def _value(self, node: fx.Node, line: str, fixed: bool) -> Any:
         nodes = ancestors([node], MAX_NODES)
         known = fixed or can_be_known(nodes, self._is_data)
-        if not known:
-            if not (self.may_decide and isinstance(info(node).value, bool)):
+        is_bool, together = isinstance(info(node).value, bool), self.real.outcomes is not None
+        if not known or (is_bool and together and not fixed and self.real.parts(nodes)):
+            if not (is_bool and (self.may_decide or (known and self._has_room))):
                 raise unknown(line)
             refuse_repeated(node.graph.nodes, line)
+            if together:
+                found = self.real.assumed(node)
+                self.real.expect(node, found, line)
+                return found
         if fixed:
             decided([one.args for one in nodes])  # for these sizes alone, where it follows from symbols
         found = self.real.of(node, line)
@@ -180,7 +188,11 @@ class RecordedNumbers:
     @property
     def may_decide(self) -> bool:
         """Whether the program may depend on one more bool that it computes."""
-        return self.decides and len(self.real.decided) < MOST
+        return self.decides and self._has_room
+
+    @property
+    def _has_room(self) -> bool:
+        return len(self.real.decided) < MOST
 
     def shape(self, node: fx.Node, line: str) -> Any:
         """The geometry of a call's result, as it is at each call."""

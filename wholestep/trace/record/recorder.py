@@ -10,7 +10,7 @@ changes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ class Recorder(TorchDispatchMode):
         shared: memories that several inputs share, of which one is written.
         decides: Python may decide on bools that are not known before the step.
         sizes: holds the symbols of tensors whose sizes are some.
+        outcomes: what is known of bools that the ranks decide on together; None where they do not.
 
     Attributes:
         builder: writes the graph.
@@ -66,12 +67,12 @@ class Recorder(TorchDispatchMode):
 
     def __init__(
         self, world: Snapshot, provenance: Provenance, shared: frozenset[int] = frozenset(),
-        decides: bool = False, sizes: Sizes | None = None,
+        decides: bool = False, sizes: Sizes | None = None, outcomes: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.builder = GraphBuilder(provenance, sizes)
         self.inputs = Inputs(self.builder, world, shared)
-        self.numbers = RecordedNumbers(self.inputs, decides)
+        self.numbers = RecordedNumbers(self.inputs, decides, outcomes)
         self.storages = StorageSizes(self.inputs)
         self.views, self.mutations = Views(self.inputs, self.storages), Mutations(self.inputs)
         provenance.thread.mode = self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,7 @@ def trace_step(
     sizes: Sizes | None = None,
     reentrant: bool = True,
     begin: Callable[[Recorder], None] | None = None,
+    outcomes: Sequence[str] | None = None,
 ) -> Traced:
     """Runs a step once on fake tensors and records it.
 
@@ -56,12 +57,13 @@ def trace_step(
         sizes: takes the sizes of tensors among the arguments as symbols.
         reentrant: False to run checkpoints with ``use_reentrant=True`` as those without: gradients are the same.
         begin: called with the recorder before the step runs.
+        outcomes: what is known of bools that the ranks decide on together; None where they do not.
 
     Raises:
         CaptureError: the step cannot be captured. Anything the step itself raises passes unchanged.
         SharedMemory, ReentrantCheckpoint: restore the world and try again.
     """
-    recorder = Recorder(world, Provenance(world.module_names()), shared, decides, sizes)
+    recorder = Recorder(world, Provenance(world.module_names()), shared, decides, sizes, outcomes)
     if sizes is not None:
         wanted = sizes.among(world.sizable())
         fakes = {id(found.tensor): recorder.inputs.with_symbolic_sizes(found) for found in wanted}
