@@ -43,13 +43,19 @@ class Watch:
         """What is alive."""
         return [made for made in (reference() for reference in self._made) if made is not None]
 
+    def reachable(self) -> list[Any]:
+        """What is alive when cycles of young objects, as a capture's are, have gone: to search all takes long."""
+        if self.alive():
+            gc.collect(1)
+        return self.alive()
+
     def refuse(self) -> None:
         """Refuses what is still alive, when all that may hold it has let go.
 
         Raises:
             LeakError: it is still referenced.
         """
-        before, now = -1, len(self.alive())
+        before, now = -1, len(self.reachable())
         while now and before != now:  # what refers to itself; of tensors that C++ holds one layer at a time
             gc.collect()
             before, now = now, len(self.alive())
@@ -68,20 +74,48 @@ class Watch:
                 raise LeakError(what, made_at(value), remedy)
 
 
+class _Caches:
+    """The caches of all functions that have one, and how often each was asked for what it had not.
+
+    A search of all objects takes from 50 ms to seconds: it is repeated when there are other caches, which their class
+    knows by the references to it.
+    """
+
+    def __init__(self) -> None:
+        self._misses: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._counts = 0, 0
+
+    def changed(self, frozen: bool) -> list[Any]:
+        """Those that have taken up something since they were asked for last.
+
+        Args:
+            frozen: whether objects are frozen, by a capture under way or by the user; to count them takes longer.
+        """
+        if self._counts != (sys.getrefcount(CACHE), len(self._misses)):
+            if frozen:
+                gc.unfreeze()
+            for cache in [found for found in gc.get_referrers(CACHE) if type(found) is CACHE]:
+                self._misses.setdefault(cache, -1)
+            if frozen:
+                gc.freeze()
+            self._counts = sys.getrefcount(CACHE), len(self._misses)
+        found = {cache: misses for cache, before in self._misses.items() if (misses := cache.cache_info()[1]) != before}
+        self._misses.update(found)
+        return [*found]
+
+
+_caches = _Caches()
+
+
 def empty_caches(frozen: bool) -> None:
     """Empties the caches of functions that keep what was made while tracing, for the calls that come after.
 
     Those of libraries (`functools.lru_cache`) are in no snapshot, so that nothing else would take it out of there.
 
     Args:
-        frozen: whether objects are frozen, by a capture under way or by the user; to count them takes longer than this.
+        frozen: see `_Caches.changed`.
     """
-    if frozen:
-        gc.unfreeze()
-    functions = [found for found in gc.get_referrers(CACHE) if type(found) is CACHE]  # half the time of get_objects
-    if frozen:
-        gc.freeze()
-    for function in functions:
+    for function in _caches.changed(frozen):
         if any(map(_is_traced, _contents(gc.get_referents(function), 3))):
             function.cache_clear()
 
@@ -98,7 +132,7 @@ def take_back() -> None:
     """Takes what a failed capture has made out of dicts and lists of libraries, as stores of parameters by name."""
     watch, failed.watch = failed.watch, None
     if watch is not None:
-        _take_out(watch.alive())
+        _take_out(watch.reachable())
 
 
 def _take_out(made: list[Any]) -> None:
