@@ -75,33 +75,33 @@ class Watch:
 
 
 class _Caches:
-    """The caches of all functions that have one, and how often each was asked for what it had not.
+    """The caches of all functions that have one, and what each said of itself when it was looked at last.
 
     A search of all objects takes from 50 ms to seconds: it is repeated when there are other caches, which their class
     knows by the references to it.
     """
 
     def __init__(self) -> None:
-        self._misses: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._said: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._counts = 0, 0
 
-    def changed(self, frozen: bool) -> list[Any]:
-        """Those that have taken up something since they were asked for last.
+    def find(self, frozen: bool) -> None:
+        if self._counts == (sys.getrefcount(CACHE), len(self._said)):
+            return
+        if frozen:
+            gc.unfreeze()
+        for cache in [found for found in gc.get_referrers(CACHE) if type(found) is CACHE]:
+            self._said.setdefault(cache, None)
+        if frozen:
+            gc.freeze()
+        self._counts = sys.getrefcount(CACHE), len(self._said)
 
-        Args:
-            frozen: whether objects are frozen, by a capture under way or by the user; to count them takes longer.
-        """
-        if self._counts != (sys.getrefcount(CACHE), len(self._misses)):
-            if frozen:
-                gc.unfreeze()
-            for cache in [found for found in gc.get_referrers(CACHE) if type(found) is CACHE]:
-                self._misses.setdefault(cache, -1)
-            if frozen:
-                gc.freeze()
-            self._counts = sys.getrefcount(CACHE), len(self._misses)
-        found = {cache: misses for cache, before in self._misses.items() if (misses := cache.cache_info()[1]) != before}
-        self._misses.update(found)
-        return [*found]
+    def empty(self) -> None:
+        for cache, before in [*self._said.items()]:
+            if before != cache.cache_info():
+                if any(map(_is_traced, _contents(gc.get_referents(cache), 3))):
+                    cache.cache_clear()
+                self._said[cache] = cache.cache_info()
 
 
 _caches = _Caches()
@@ -113,11 +113,10 @@ def empty_caches(frozen: bool) -> None:
     Those of libraries (`functools.lru_cache`) are in no snapshot, so that nothing else would take it out of there.
 
     Args:
-        frozen: see `_Caches.changed`.
+        frozen: whether objects are frozen, by a capture under way or by the user; to count them takes longer than this.
     """
-    for function in _caches.changed(frozen):
-        if any(map(_is_traced, _contents(gc.get_referents(function), 3))):
-            function.cache_clear()
+    _caches.find(frozen)
+    _caches.empty()
 
 
 class _Failed(threading.local):
