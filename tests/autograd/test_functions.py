@@ -671,6 +671,71 @@ def test_gradients_of_weights_used_twice_are_summed_use_by_use_with_what_reaches
     assert same(*seen)
 
 
+def test_a_result_that_keeps_its_gradient_outside_gets_all_of_it_or_an_error() -> None:
+    w = torch.ones(3, requires_grad=True)
+    compiled = ws.compile(lambda x: (hidden := x.tanh(), hidden * w))
+    hidden, out = compiled(w)
+    (hidden.sum() + out.sum()).backward()
+    hidden, out = compiled(w)
+    hidden.retain_grad()
+    hidden.sum().backward()
+    assert torch.equal(hidden.grad, torch.ones(3))
+    hidden, out = compiled(w)
+    hidden.retain_grad()
+    with pytest.raises(UnsupportedError, match="retain_grad.. on a result of a compiled function that other results"):
+        out.sum().backward()
+    hidden, out = compiled(w)
+    out.sum().backward()
+
+
+FLAGS: dict[str, float] = {}
+SCALE = 1.0
+
+
+def set_scale(value: float) -> None:
+    global SCALE
+    SCALE = FLAGS["scale"] = Scaled.scale = value
+
+
+class Scaled(torch.autograd.Function):
+    scale = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * Scaled.scale
+
+
+def hooked(h: Tensor, hook: Any) -> Tensor:
+    h.register_hook(hook)
+    return h
+
+
+@pytest.mark.parametrize("inner", [
+    Scaled.apply, lambda h: hooked(h, lambda g: g * FLAGS["scale"]), lambda h: hooked(h, lambda g: g * SCALE),
+])  # fmt: skip
+def test_a_backward_outside_sees_what_python_that_runs_in_it_reads(inner: Any) -> None:
+    def trained(compile: Any) -> list[Tensor]:
+        model, found = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh()), []
+        nn.init.eye_(model[0].weight)
+        model[0].register_forward_hook(lambda *args: inner(args[2]))
+        compiled = compile(model)
+        for scale in (2.0, 3.0, 4.0):
+            set_scale(1.0)
+            loss = compiled(torch.ones(2, 3)).sum()
+            set_scale(scale)
+            loss.backward()
+            found.append(model[0].weight.grad.clone())
+        return found
+
+    assert same(trained(lambda model: model), trained(ws.compile))
+    with pytest.raises(UnsupportedError, match="runs in the backward of a compiled function and reads"):
+        trained(lambda model: ws.compile(model, fullgraph=True))
+
+
 @pytest.mark.parametrize("preserve", [False, True])
 def test_reentrant_checkpoints_inside_of_a_module_whose_backward_runs_outside(preserve: bool) -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh())

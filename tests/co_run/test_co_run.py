@@ -315,6 +315,25 @@ def test_torchscript_is_traced_as_in_eager():
         ws.compile(step, fullgraph=True)(x)
 
 
+def test_torchscript_of_a_subclass_changes_its_backward_when_it_does_in_eager():
+    """Its first calls are profiled; those after them have gradients that are rounded otherwise."""
+
+    def trained(compile):
+        function = torch.jit.CompilationUnit("def f(x):\n  return x.tanh() * x.sigmoid() / (1 + x.pow(2).sum(-1))\n").f
+        weight = torch.linspace(-2, 2, 36).view(6, 6).as_subclass(Marked).requires_grad_()
+
+        def step():
+            function(weight).pow(2).sum().backward()
+
+        compiled = compile(step)
+        for _ in range(6):
+            weight.grad = None
+            compiled()
+            yield weight.grad.as_subclass(torch.Tensor)
+
+    assert [*map(torch.equal, trained(ws.compile), trained(lambda step: step))] == [True] * 6
+
+
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_who_overrides_torch_functions_is_told_as_in_eager(fullgraph):
     overrides, x, marked = torch.overrides, torch.ones(3), torch.ones(3).as_subclass(Marked)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from wholestep.aot_autograd.backward_reads import refusing_reads
 from wholestep.aot_autograd.boundary import (
     Output,
     Root,
@@ -93,7 +94,8 @@ def differentiate(
         refused = [(o, _alone(o)) for o in outputs if not reach(o.tensor.grad_fn, nodes)]
         outputs = [o for o in outputs if all(o is not other for other, _ in refused)]
         if outputs:
-            outputs, tangents, gradients = _gradients(recorder, outputs, roots, refused)
+            with refusing_reads(behind(o.tensor for o in outputs), recorder.hooks_before):
+                outputs, tangents, gradients = _gradients(recorder, outputs, roots, refused)
     _refuse(collector, refused)
     outputs = [o for o in outputs if all(o is not other for other, _ in refused)]
     if not outputs and all(o.input is None for o, _ in refused):
@@ -108,10 +110,12 @@ def differentiate(
     made = [r for r, _ in pairs if r.alias is not None]
     _refuse_required(recorder, given)
     edges = [r.node for r in (*given, *made)]
+    reached = [reach(node, [*edges, *histories]) for node in histories]
     rewritten = [(o.input, collector.add_output(new[id(o)]), k) for k, o in enumerate(outputs) if o.input is not None]
     derivative = Derivative(
         outputs=tuple(o.alias for o in outputs),
-        reaches=tuple(reach(o.tensor.grad_fn, edges) for o in outputs),
+        reaches=tuple(frozenset(i for i in found if i < len(edges)) for found in reached),
+        between=_between(histories, [{i - len(edges) for i in found} for found in reached]),
         names=tuple(_name(o.tensor) for o in outputs),
         made=tuple(r.alias for r in made if r.alias is not None),
         n_given=len(pairs) - len(made),
@@ -127,6 +131,15 @@ def differentiate(
         late,
         [(o.input, collector.add_output(new[id(o)]), why) for o, why in refused if o.input is not None],
     )
+
+
+def _between(histories: list[Any], sources: list[set[int]]) -> tuple[tuple[int, frozenset[int]], ...]:
+    """The results that others are made of, each with those."""
+    made = [
+        (k, frozenset(j for j, other in enumerate(histories) if k in sources[j] and other is not history))
+        for k, history in enumerate(histories)
+    ]
+    return tuple((k, others) for k, others in made if others)
 
 
 def _refuse_required(recorder: Recorder, given: list[Root]) -> None:

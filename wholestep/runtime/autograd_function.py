@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from wholestep.errors import UnsupportedError
 from wholestep.ir import info
 from wholestep.lower.backends.interpreter import run_nodes
 from wholestep.runtime.backward_programs import Backward, Layout, Served
@@ -90,6 +92,8 @@ class CompiledFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.late = plan, ran.late
         ctx.numbers = {i: saved[i] for i in apart} if apart else {}
+        if plan.derivative.between:
+            ctx.between = [(weakref.ref(ran.outputs[k]), made) for k, made in plan.derivative.between]
         ctx.save_for_backward(*[v for i, v in enumerate(saved) if i not in apart] if apart else saved)
         return ran.outputs
 
@@ -97,6 +101,8 @@ class CompiledFunction(torch.autograd.Function):
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         plan: Plan = ctx.plan
         backward, derivative = plan.backward, plan.derivative
+        if derivative.between:
+            _refuse_retained(ctx.between, tangents)
         read: Sequence[Any] = tangents if plan.reads_all else [tangents[i] for i in backward.halves.tangents]
         strides = tuple(map(_strides, read))
         served, alone = backward.served.get(strides), transforms_active()
@@ -138,6 +144,17 @@ class CompiledFunction(torch.autograd.Function):
     def apply(cls, *args: Any) -> Any:
         """As torch's, without its Python (2 µs) where nothing asks for it."""
         return super().apply(*args) if transforms_active() else _apply(*args)  # type: ignore[no-untyped-call]
+
+
+def _refuse_retained(between: Sequence[Any], tangents: Sequence[torch.Tensor | None]) -> None:
+    """A result that is to keep its gradient would not get what reaches it through others that are made of it."""
+    for result, made in between:
+        kept = result()
+        if kept is not None and kept.retains_grad and any(tangents[k] is not None for k in made):
+            raise UnsupportedError(
+                "retain_grad() on a result of a compiled function that other results of it are made of",
+                remedy="call backward() inside of the function, or make them outside of it",
+            )
 
 
 _apply = super(torch.autograd.Function, CompiledFunction).apply

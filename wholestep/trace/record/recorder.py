@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.hooks import RemovableHandle
 
 from wholestep.capture import Snapshot
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
@@ -60,6 +61,7 @@ class Recorder(TorchDispatchMode):
         builder: writes the graph.
         inputs: the tensors, numbers and generators that the step reads.
         numbers: host numbers, and the decisions that Python takes on them.
+        hooks_before: how many hooks this process had registered when it began.
         views, mutations, storages: what functionalisation makes of views, writes and resized storages.
     """
 
@@ -75,6 +77,7 @@ class Recorder(TorchDispatchMode):
         self.numbers = RecordedNumbers(self.inputs, decides, outcomes)
         self.storages = StorageSizes(self.inputs)
         self.views, self.mutations = Views(self.inputs, self.storages), Mutations(self.inputs)
+        self.hooks_before = RemovableHandle.next_id
         provenance.thread.mode = self
 
     def forget(self) -> None:

@@ -1,0 +1,150 @@
+"""What Python that runs in a backward reads: a hook, or an `autograd.Function`, that asks an object of Python's.
+
+Where the backward runs outside of a compiled function, such an object may be another by then than when the function
+was captured, as a flag that is set between the two.
+"""
+
+from __future__ import annotations
+
+import dis
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from enum import EnumMeta
+from functools import cache
+from inspect import getattr_static
+from itertools import pairwise
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.utils.hooks import RemovableHandle
+
+from wholestep.capture.guards.compared_values import is_data
+from wholestep.capture.snapshot.user_code import is_library, is_system, is_user_module
+from wholestep.errors import UnsupportedError
+
+# Where Python of a backward's is called: by the engine, by a module's hooks, by a function's node.
+_CALLERS = {"torch.autograd.graph", "torch.autograd.function", "torch.utils.hooks",
+            "wholestep.trace.patches.engine_hook"}
+_OUTSIDE = "LOAD_GLOBAL", "LOAD_DEREF"
+_LOADS = *_OUTSIDE, "LOAD_FAST", "LOAD_FAST_LOAD_FAST", "STORE_FAST_LOAD_FAST"
+_CONTAINERS = list, dict, set, tuple
+_MISSING = object()
+
+# A variable, whether it is one of outside, and the attributes and items that are read of it.
+Chain = tuple[str, bool, list[tuple[str, Any]]]
+
+
+@contextmanager
+def refusing_reads(nodes: Iterable[Any], hooks_before: int) -> Iterator[None]:
+    """The engine runs a backward that is traced.
+
+    Args:
+        nodes: those of its graph.
+        hooks_before: how many this process had registered before the forward.
+
+    Raises:
+        UnsupportedError: Python that ran in it reads an object that may change before a later backward.
+    """
+    seen: set[CodeType] = set()
+    found: list[tuple[str, CodeType]] = []
+
+    def look(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code not in seen and not is_system(code.co_filename):
+            seen.add(code)
+            if _is_own(frame):
+                found.extend((path, code) for path in _reads(frame))
+
+    before = sys.getprofile()
+    if RemovableHandle.next_id == hooks_before and not any(isinstance(node, BackwardCFunction) for node in nodes):
+        yield
+        return
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+    for path, code in found:
+        raise UnsupportedError(
+            f"{code.co_name} runs in the backward of a compiled function and reads {path}, which may change until then",
+            f"{code.co_filename}:{code.co_firstlineno}",
+            "compile the whole step, its backward() included, or keep the value in the context or in a tensor",
+        )
+
+
+def _is_own(frame: FrameType) -> bool:
+    """Whether a frame is of what the engine called or its package, and no checkpoint's forward that runs again."""
+    called, above = frame, frame.f_back
+    while above is not None and (name := _module(above)) not in _CALLERS:
+        if name == "torch.utils.checkpoint" or name.startswith("wholestep."):
+            return False
+        called = above
+        above = above.f_back
+    return not is_library(frame.f_code.co_filename) or _package(frame) == _package(called)
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
+def _package(frame: FrameType) -> str:
+    return _module(frame).partition(".")[0]
+
+
+def _reads(frame: FrameType) -> Iterator[str]:
+    """What of that can change a function is about to read, of variables of outside and of its arguments."""
+    for name, is_outside, steps in _chains(frame.f_code):
+        holder, value = None, frame.f_locals.get(name, frame.f_globals.get(name, _MISSING))
+        for kind, key in steps:
+            holder, value = value, _part(value, kind, key)
+        if isinstance(value, type):
+            continue
+        changes = isinstance(value, _CONTAINERS) or (is_data(value) and not isinstance(holder, EnumMeta))
+        if changes if steps else is_outside and _may_change(frame, name, value):
+            yield name + "".join(f"[{key!r}]" if kind == "item" else f".{key}" for kind, key in steps)
+
+
+@cache
+def _chains(code: CodeType) -> list[Chain]:
+    found: list[Chain] = []
+    steps: list[tuple[str, Any]] | None = None
+    for here, after in pairwise([*dis.get_instructions(code), None]):
+        assert here is not None
+        if steps is not None and here.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            steps.append(("attribute", here.argval))
+        elif steps is not None and here.opname == "LOAD_CONST" and after and after.opname == "BINARY_SUBSCR":
+            steps.append(("item", here.argval))
+        elif here.opname in _LOADS:
+            name = here.argval[-1] if isinstance(here.argval, tuple) else here.argval
+            steps = []
+            found.append((name, here.opname in _OUTSIDE, steps))
+        elif here.opname != "BINARY_SUBSCR":
+            steps = None
+    return found
+
+
+def _part(holder: Any, kind: str, key: Any) -> Any:
+    """An attribute or an item, where reading it runs no code of anybody's; of a context or a tensor, nothing."""
+    if kind == "item":
+        return holder[key] if type(holder) is dict and key in holder else _MISSING
+    if holder is _MISSING or isinstance(holder, (torch.Tensor, BackwardCFunction)):
+        return _MISSING
+    if isinstance(holder, ModuleType) and not is_user_module(holder):
+        found = getattr_static(holder, key, _MISSING)
+        return found if isinstance(found, ModuleType) else _MISSING
+    if isinstance(holder, torch.nn.Module) and key in holder._modules:
+        return holder._modules[key]
+    return getattr_static(holder, key, _MISSING)
+
+
+def _may_change(frame: FrameType, name: str, value: Any) -> bool:
+    """Whether a variable holds what changes, or is one that a function of its module sets."""
+    if type(value) in (dict, list, set):
+        return True
+    functions = (held.__code__ for held in [*frame.f_globals.values()] if isinstance(held, FunctionType))
+    return is_data(value) and any(
+        i.opname == "STORE_GLOBAL" and i.argval == name for code in functions for i in dis.get_instructions(code)
+    )
