@@ -101,7 +101,7 @@ def results(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     given = [*operands]
     found = _UNKNOWN if sized else _by_layouts(mode, func, args, kwargs)
     if found is _UNKNOWN:
-        found = run(mode, func, args, kwargs)
+        found = _apart(mode, run(mode, func, args, kwargs), given)
     if key == key_now():
         known, like = (mode.__dict__[_VALUES], mode) if sized else (_known, _mode_of_kept())
         _keep(known, key, _kept(found, given, like))
@@ -117,6 +117,18 @@ def _by_layouts(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
         return _UNKNOWN
     made = tuple([new_fake(mode, *place) for place in places if place is not None])
     return made if len(made) > 1 else made[0]
+
+
+def _apart(mode: FakeTensorMode, found: Any, operands: list[torch.Tensor]) -> Any:
+    """Results of which torch's rule gives one object for several, as for the biases of a recurrent layer's backward."""
+    given, seen = {id(one) for one in operands}, set[int]()
+
+    def once(leaf: Any) -> Any:
+        again = isinstance(leaf, torch.Tensor) and id(leaf) in seen - given
+        seen.add(id(leaf))
+        return _anew(leaf, mode, operands) if again else leaf
+
+    return map_leaves(once, found)
 
 
 def _by_expressions(key: Any) -> Any:

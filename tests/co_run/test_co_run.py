@@ -315,6 +315,26 @@ def test_torchscript_is_traced_as_in_eager():
         ws.compile(step, fullgraph=True)(x)
 
 
+def test_both_biases_of_a_recurrent_layer_have_gradients_of_their_own():
+    def trained(compile):
+        torch.manual_seed(0)
+        model = torch.nn.LSTM(4, 4, batch_first=True)
+
+        def step(x):
+            loss = model(x)[0].pow(2).sum()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            return loss.item()
+
+        compiled = compile(step)
+        for _ in range(4):
+            model.zero_grad()
+            compiled(torch.ones(2, 5, 4))
+            yield from (p.grad for p in model.parameters())
+
+    assert all(map(torch.equal, trained(co_run), trained(lambda step: step)))
+
+
 def test_torchscript_of_a_subclass_changes_its_backward_when_it_does_in_eager():
     """Its first calls are profiled; those after them have gradients that are rounded otherwise."""
 
