@@ -110,6 +110,39 @@ def hooks_outside(c: Compile) -> list[Any]:
     return [p.grad, *seen]
 
 
+def hooks_on_views(c: Compile) -> list[Any]:
+    """Of an input, of a result, and of one another: a view that has a hook is no mere view of what it shows."""
+    p, q = leaf(), leaf()
+
+    def fn(p: Tensor, q: Tensor) -> list[Tensor]:
+        row, part, last = p[1], (q * 2)[0], q[2]
+        row.register_hook(lambda g: g * 0.5)
+        part.register_hook(lambda g: g * 3)
+        last.grad_fn.register_prehook(lambda g: (g[0] * 5,))
+        return [row, row[1:], part, p[2], last]
+
+    f = c(fn)
+    for _ in range(2):
+        sum(t.sum() for t in f(p, q)).backward()
+    return [p.grad, q.grad]
+
+
+def hooks_of_leaves_not_reached(c: Compile) -> list[Any]:
+    """They are not called where a backward begins at results that do not depend on their leaves."""
+    p, q, r, seen = leaf(), leaf(), leaf(), list[Any]()
+    for name, tensor in {"p": p, "q": q, "r": r}.items():
+        tensor.register_hook(lambda g, name=name: seen.append(name) or g * 2)
+        tensor.register_post_accumulate_grad_hook(lambda t, name=name: seen.append((name, t.grad.sum().item())))
+    f = c(lambda p, q, r: (p * q, p.sin() * r))
+    one, two = f(p, q, r)
+    one.sum().backward(retain_graph=True)
+    two.sum().backward()
+    one, two, three = f(p, q, r)[0], f(p, q, r)[1], f(p * 2, q, r)[0]
+    (one.sum() + r.sum() + three.sum()).backward()  # two nodes leave it out, and something else leads to it
+    two.sum().backward()
+    return [p.grad, q.grad, r.grad, *sorted(map(str, seen)), len(r._backward_hooks)]
+
+
 def retained(c: Compile) -> list[Any]:
     p = leaf()
     before, inside = p * 2, p * 3
@@ -178,7 +211,8 @@ def without_grad(c: Compile) -> list[Any]:
 
 @pytest.mark.parametrize("program", [
     called_on_its_result, recurrent, tied, with_what_it_is_made_of, made_of_one_another, in_closures, written, views,
-    hooks_outside, retained, detached_in_place, differentiated_inside, leaf_that_is_a_view, without_grad,
+    hooks_outside, hooks_on_views, hooks_of_leaves_not_reached, retained, detached_in_place, differentiated_inside,
+    leaf_that_is_a_view, without_grad,
 ])  # fmt: skip
 def test_inputs_whose_history_leads_to_other_inputs(program: Callable[[Compile], list[Any]]) -> None:
     expected = program(lambda fn: fn)

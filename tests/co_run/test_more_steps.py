@@ -248,3 +248,20 @@ def test_writes_to_lists_of_tensors_count(count):
             run(torch.ones(3, requires_grad=True))
         assert [weight._version for weight in weights] == [version + 1 for version in versions]
     assert compiled.breaks
+
+
+@pytest.mark.parametrize("write", [
+    lambda shown: shown.zero_(), lambda shown: shown[0].mul_(2), lambda shown: shown[1:2].fill_(3),
+])  # fmt: skip
+@pytest.mark.parametrize("prints", [False, True])
+def test_elements_that_lie_in_one_place_are_written_as_in_eager(write, prints):
+    def step(shown, x):
+        write(shown)
+        print(end=f"{x.sum().item()}" if prints else "")
+        return shown + x
+
+    seen = []
+    for served in (step, ws.compile(step)):
+        shown = torch.arange(3.0).expand(4, 3)
+        seen.append([*(served(shown, torch.ones(3)) for _ in range(4)), shown])
+    assert all(map(torch.equal, *seen))

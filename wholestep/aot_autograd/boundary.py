@@ -97,7 +97,8 @@ def results_of(recorder: Recorder, collector: OutputCollector, values: list[Any]
 def _is_plain_view(view: torch.Tensor, collector: OutputCollector) -> bool:
     """Whether a view's history is that of its base and of view operators alone, and it is made of its base.
 
-    A view that an `autograd.Function` gives back (as a module with backward hooks does) has a backward of its own.
+    A view that an `autograd.Function` gives back (as a module with backward hooks does) has a backward of its own, and
+    so has one with a hook.
     """
     facts = [(t.dtype, t.is_conj(), t.is_neg()) for t in (view, view._base) if t is not None]
     if facts[0] != facts[1] and collector.aliases[collector.alias(view)].views is None:
@@ -107,7 +108,7 @@ def _is_plain_view(view: torch.Tensor, collector: OutputCollector) -> bool:
     except RuntimeError:  # autograd forbids it: one of several views that one call made, written since
         return True
     while node is not None and node is not start and not hasattr(node, "variable"):
-        if isinstance(node, BackwardCFunction) or len(node.next_functions) != 1:
+        if isinstance(node, BackwardCFunction) or len(node.next_functions) != 1 or node in collector.recorder.hooked:
             return False
         node = node.next_functions[0][0]
     return True

@@ -17,6 +17,7 @@ from wholestep.ir import info
 from wholestep.lower.backends.interpreter import run_nodes
 from wholestep.runtime.backward_programs import Backward, Layout, Served
 from wholestep.runtime.program import Program
+from wholestep.runtime.unreached_leaves import quiet
 from wholestep.torch_compat import casts, dispatch_modes_active, is_batched, skipped_by_dynamo, transforms_active
 from wholestep.trace import Traced
 from wholestep.trace.outputs.output_records import NO_GRADIENT, Derivative
@@ -138,6 +139,8 @@ class CompiledFunction(torch.autograd.Function):
             return (None, None, *gradients)
         present = [i for i, t in enumerate(tangents) if t is not None]
         reached = frozenset().union(*(derivative.reaches[i] for i in present))
+        if len(reached) < len(gradients):
+            quiet(ctx, [i for i in range(len(gradients)) if i not in reached])
         return (None, None, *(g if i in reached else None for i, g in enumerate(gradients)))
 
     @classmethod

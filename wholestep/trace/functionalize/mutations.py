@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -50,6 +50,8 @@ class Mutations:
                 _refuse_repeats(func, [self.inputs.ref(t).geometry for t in written])
             if not in_loop and not func._schema.name.endswith("_copy"):  # which copies a view of what it is given
                 self._refuse_partial_overlap(written, args, kwargs)
+        if any(ref.storage.input is not None and ref.whole.geometry.repeats for ref in map(self.inputs.ref, written)):
+            _refuse_expanded(func)
         out = None
         if not in_loop:
             out = self.inputs.run(func, args, kwargs)
@@ -201,11 +203,15 @@ def _refuse_repeats(func: OpOverload, places: list[Geometry]) -> None:
     if not repeats and not (any(place.overlaps for place in places) and (many or func is not aten.copy_.default)):
         return
     if func._schema.name in tables.EAGER_REPEATS or not repeats:
-        raise UnsupportedError(f"{func} writes to an expanded tensor", user_line(), "clone it first")
+        _refuse_expanded(func)
     raise RuntimeError(
         "unsupported operation: more than one element of the written-to tensor refers to a single memory "
         "location. Please clone() the tensor before performing the operation."
     )
+
+
+def _refuse_expanded(func: OpOverload) -> NoReturn:
+    raise UnsupportedError(f"{func} writes to an expanded tensor", user_line(), "clone it first")
 
 
 def _permutes(refs: list[Ref], news: list[fx.Node]) -> bool:

@@ -148,6 +148,12 @@ class TorchCalls(TorchFunctionMode):
             self.gradients.accessed(func, args[0], sys._getframe(3))
         return self.call(func, args, kwargs)
 
+    def _hook(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Gives a hook to a tensor, or its autograd node to who may give it one."""
+        if is_made(args[0]) and args[0].grad_fn is not None:
+            self.recorder.hooked.append(args[0].grad_fn)
+        return self.call(func, args, kwargs)
+
     def _version(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not is_made(args[0]) and self.inputs.world.find(args[0]) is not None:
             return Count(func(*args)).of(args[0])
@@ -210,6 +216,7 @@ POWERS = (
     *(getattr(torch.Tensor, name) for name in "pow pow_ __pow__ __rpow__ __ipow__".split()),
 )  # fmt: skip
 
+GET_HISTORY: Any = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 # What says whether an input is a view, of what, and in which mode it was made.
 ORIGIN = {GET_BASE: "base", IS_VIEW: "being a view", torch.is_inference: "inference mode",
           torch.Tensor.is_inference: "inference mode"}  # fmt: skip
@@ -217,6 +224,7 @@ ORIGIN = {GET_BASE: "base", IS_VIEW: "being a view", torch.is_inference: "infere
 HANDLERS: dict[Any, Callable[[TorchCalls, Any, Any, Any], Any]] = {
     **dict.fromkeys((GET, SET, DELETE), TorchCalls._gradient),
     GET_VERSION: TorchCalls._version,
+    **dict.fromkeys((torch.Tensor.register_hook, GET_HISTORY), TorchCalls._hook),
     **dict.fromkeys(ORIGIN, TorchCalls._origin),
     **dict.fromkeys((IS_ALL_TRUE, torch.Tensor.all), TorchCalls._all_true),
     **dict.fromkeys(POWERS, TorchCalls._power),

@@ -63,6 +63,7 @@ class Recorder(TorchDispatchMode):
         numbers: host numbers, and the decisions that Python takes on them.
         hooks_before: how many hooks this process had registered when it began.
         views, mutations, storages: what functionalisation makes of views, writes and resized storages.
+        hooked: the autograd nodes of tensors of the step that were, or may have been, given hooks.
     """
 
     supports_higher_order_operators = True  # to refuse them by line
@@ -78,11 +79,13 @@ class Recorder(TorchDispatchMode):
         self.storages = StorageSizes(self.inputs)
         self.views, self.mutations = Views(self.inputs, self.storages), Mutations(self.inputs)
         self.hooks_before = RemovableHandle.next_id
+        self.hooked: list[Any] = []
         provenance.thread.mode = self
 
     def forget(self) -> None:
         """Lets go of what it knows, at the end: values of the graph lead to the builder, and no further then."""
         self.numbers.forget()
+        self.hooked.clear()
         del self.inputs.on_new  # a method of what holds the inputs: without the cycle, all of this goes at once
         self.builder.provenance.thread.mode = None
 
