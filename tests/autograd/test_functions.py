@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import cProfile
+import fractions
 import functools
 import io
 import os
 import pickle
+import profile
+import pstats
 import subprocess
 import sys
 import tomllib
@@ -1024,3 +1028,21 @@ def test_statistics_that_a_step_makes_are_saved_as_they_are_given(bias: float | 
         results[0].square().sum().backward()
         found.append([*results, x.grad, *(torch.tensor(r._version) for r in results)])
     assert all(map(torch.equal, *found))
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 2
+
+
+@pytest.mark.parametrize("profiler", [cProfile.Profile, profile.Profile])
+def test_a_profiler_goes_on_after_a_capture_that_looks_at_functions_backwards(profiler: Any) -> None:
+    compiled = ws.compile(lambda x: Doubled.apply(x), fullgraph=True)
+    seen = profiler()
+    value = seen.runcall(lambda: (compiled(torch.ones(2, requires_grad=True)), fractions.Fraction(1, 2) + 1)[1])
+    assert value == 1.5 and any(name == "_add" for _, _, name in pstats.Stats(seen).stats)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import EnumMeta
 from functools import cache
@@ -58,21 +58,39 @@ def refusing_reads(nodes: Iterable[Any], hooks_before: int) -> Iterator[None]:
             if _is_own(frame):
                 found.extend((path, code) for path in _reads(frame))
 
-    before = sys.getprofile()
     if RemovableHandle.next_id == hooks_before and not any(isinstance(node, BackwardCFunction) for node in nodes):
         yield
         return
-    sys.setprofile(look)
-    try:
+    with _profiled(look):
         yield
-    finally:
-        sys.setprofile(before)
     for path, code in found:
         raise UnsupportedError(
             f"{code.co_name} runs in the backward of a compiled function and reads {path}, which may change until then",
             f"{code.co_filename}:{code.co_firstlineno}",
             "compile the whole step, its backward() included, or keep the value in the context or in a tensor",
         )
+
+
+@contextmanager
+def _profiled(look: Callable[[FrameType, str, Any], None]) -> Iterator[None]:
+    """A function sees all calls of this thread: beside a profiler in Python, instead of one in C for a while."""
+    before: Any = sys.getprofile()
+    is_c = before is not None and not callable(before)  # as cProfile's, which ends where another one begins
+    if is_c and not hasattr(before, "enable"):
+        yield  # a profiler that could not go on
+        return
+
+    def both(frame: FrameType, event: str, given: Any) -> Any:
+        look(frame, event, given)
+        return before(frame, event, given)
+
+    sys.setprofile(both if callable(before) else look)
+    try:
+        yield
+    finally:
+        sys.setprofile(None if is_c else before)
+        if is_c:
+            before.enable()
 
 
 def _is_own(frame: FrameType) -> bool:
