@@ -689,6 +689,10 @@ def test_a_result_that_keeps_its_gradient_outside_gets_all_of_it_or_an_error() -
     with pytest.raises(UnsupportedError, match="retain_grad.. on a result of a compiled function that other results"):
         out.sum().backward()
     hidden, out = compiled(w)
+    hidden.register_hook(lambda grad: grad * 2)
+    with pytest.raises(UnsupportedError, match="a hook on a result of a compiled function that other results"):
+        (hidden.sum() + out.sum()).backward()
+    hidden, out = compiled(w)
     out.sum().backward()
 
 

@@ -150,16 +150,23 @@ class CompiledFunction(torch.autograd.Function):
 
 
 def _refuse_retained(between: Sequence[Any], tangents: Sequence[torch.Tensor | None]) -> None:
-    """A result that is to keep its gradient would not get what reaches it through others that are made of it."""
+    """A result that is to keep its gradient, or show it to a hook, lacks what reaches it through others made of it."""
     for result, made in between:
         kept = result()
-        if kept is not None and kept.retains_grad and any(tangents[k] is not None for k in made):
+        if kept is None or all(tangents[k] is None for k in made):
+            continue
+        hooks = [getattr(hook, "func", hook) for hook in (kept._backward_hooks or {}).values()]
+        looks = any(not str(getattr(hook, "__module__", "")).startswith(WRAPPERS) for hook in hooks)
+        if kept.retains_grad or looks:
             raise UnsupportedError(
-                "retain_grad() on a result of a compiled function that other results of it are made of",
+                f"{'retain_grad()' if kept.retains_grad else 'a hook'} on a result of a compiled function that other "
+                "results of it are made of",
                 remedy="call backward() inside of the function, or make them outside of it",
             )
 
 
+# Whose hooks on results say no more than that a backward has begun.
+WRAPPERS = "torch.distributed.", "wholestep."
 _apply = super(torch.autograd.Function, CompiledFunction).apply
 _is_none = partial(is_, None)
 _OWN_NAME = re.compile("output ([0-9]+) of CompiledFunction(Backward)?")
