@@ -203,9 +203,13 @@ class RealValues:
         return self._values[node]
 
     def assumed(self, node: fx.Node) -> bool:
-        """What the ranks may find together: as the program did that ended at this decision, or what is likely."""
+        """What the ranks may find together: as the program did that ended here, as here before, or what is likely."""
         known = (self.outcomes or ())[len(self.decided) :]
-        return known[0] == repr(True) if known else likely(node)
+        alike = [one.target for one in self.decided if one.target.text == self._text(node)]  # type: ignore[union-attr]
+        return known[0] == repr(True) if known else alike[-1].expected if alike else likely(node)  # type: ignore[union-attr]
+
+    def _text(self, node: fx.Node) -> str:
+        return in_words(node, ancestors([node], MAX_NODES), self.inputs.items)
 
     def parts(self, nodes: set[fx.Node]) -> list[str]:
         """What some nodes follow from and each rank holds a part of."""
@@ -271,9 +275,8 @@ class RealValues:
     def expect(self, operand: fx.Node, found: Any, line: str) -> None:
         """Ends the program where a value is another than was found."""
         order = {n: i for i, n in enumerate(operand.graph.nodes)}
-        text = in_words(operand, ancestors([operand], MAX_NODES), self.inputs.items)
         latest = max([operand, *self.decided[-1:]], key=order.__getitem__)
-        target = Decided(found, len(self.decided), text, line)
+        target = Decided(found, len(self.decided), self._text(operand), line)
         with operand.graph.inserting_after(latest):
             node = operand.graph.call_function(target, (operand,))
         self.decided.append(set_info(node, replace(info(latest), value=None)))
