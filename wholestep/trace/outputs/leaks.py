@@ -86,6 +86,7 @@ class _Caches:
         self._counts = 0, 0
 
     def find(self, frozen: bool) -> None:
+        """Looks for new ones, where there are others than before."""
         if self._counts == (sys.getrefcount(CACHE), len(self._said)):
             return
         if frozen:
@@ -97,6 +98,7 @@ class _Caches:
         self._counts = sys.getrefcount(CACHE), len(self._said)
 
     def empty(self) -> None:
+        """Empties those that have taken up what is traced."""
         for cache, before in [*self._said.items()]:
             if before != cache.cache_info():
                 if any(map(_is_traced, _contents(gc.get_referents(cache), 3))):
