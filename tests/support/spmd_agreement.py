@@ -173,7 +173,7 @@ def refusals() -> dict[str, str]:
     """What needs a whole tensor that no rank has; all is as before afterwards."""
 
     def decides(model, x):
-        return model.logits(x) if float(x.sum()) > 0 else x
+        return [model.logits(x) for _ in range(x.sum().long().item())]
 
     def resizes(model, x):
         model.fc1.weight.untyped_storage().resize_(0)
