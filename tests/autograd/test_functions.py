@@ -696,6 +696,50 @@ def test_a_result_that_keeps_its_gradient_outside_gets_all_of_it_or_an_error() -
     out.sum().backward()
 
 
+def written(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    x.mul_(w)
+    return x, x.tanh()
+
+
+def hooked_inside(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    made = hooked(x * w, lambda grad: grad * 3)
+    return made, made
+
+
+@pytest.mark.parametrize("function", [
+    lambda x, w: (hidden := x.tanh(), hidden * w), lambda x, w: (hidden := (x * w).view(3, 2), hidden.tanh()), written,
+    hooked_inside,
+])  # fmt: skip
+@pytest.mark.parametrize("ask", [
+    lambda hidden, out: torch.autograd.grad(out.sum(), hidden, allow_unused=True), lambda hidden, out: hidden.retain_grad(),
+    lambda hidden, out: torch.autograd.grad((out * hidden).sum(), torch.autograd.graph.get_gradient_edge(hidden)),
+    lambda hidden, out: out.sum().backward(inputs=[hidden]), lambda hidden, out: hooked(hidden, lambda grad: grad),
+])  # fmt: skip
+def test_gradients_of_results_that_others_are_made_of_are_not_given_in_part(function: Any, ask: Any) -> None:
+    x = torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
+    hidden, out = ws.compile(function)(x * 1, x)
+    with pytest.raises(UnsupportedError, match="a result of a compiled function that other results of it are made of"):
+        ask(hidden, out)
+        out.sum().backward()
+
+
+def test_gradients_of_results_alone_are_as_in_eager() -> None:
+    def asked(compile: Any) -> list[Any]:
+        def function(x: Tensor) -> tuple[Tensor, ...]:
+            base = x.tanh()
+            return base.view(3, 2), base * x, x.sin()
+
+        x = torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
+        view, out, other = compile(function)(x)
+        losses = view.sum(), out.exp().sum(), (other * out).sum()
+        results = (view, out, other, x)
+        return [torch.autograd.grad(loss, results, retain_graph=True, allow_unused=True) for loss in losses]
+
+    for mine, theirs in zip(asked(ws.compile), asked(lambda function: function), strict=True):
+        assert [*map(type, mine)] == [*map(type, theirs)]
+        assert same([m for m in mine if m is not None], [t for t in theirs if t is not None])
+
+
 FLAGS: dict[str, float] = {}
 SCALE = 1.0
 

@@ -31,12 +31,12 @@ from wholestep.aot_autograd.boundary import (
 from wholestep.capture.guards.compared_values import META
 from wholestep.capture.snapshot.user_code import is_library
 from wholestep.errors import CaptureError, LeakError, UnsupportedError
-from wholestep.torch_compat import empty_fake, without_autocast
+from wholestep.torch_compat import FakeTensor, empty_fake, without_autocast
 from wholestep.trace import ReentrantCheckpoint
 from wholestep.trace.operators.data_dependent_formulas import behind, by_data
 from wholestep.trace.outputs.collect_outputs import OutputCollector
 from wholestep.trace.outputs.leaks import made_at
-from wholestep.trace.outputs.output_records import NO_GRADIENT, Derivative, Differentiated
+from wholestep.trace.outputs.output_records import NO_GRADIENT, Derivative, Differentiated, is_leaf
 from wholestep.trace.patches.engine_hook import handled
 from wholestep.trace.record.inputs import TracedInput
 from wholestep.trace.record.provenance import line_of
@@ -110,12 +110,13 @@ def differentiate(
     made = [r for r, _ in pairs if r.alias is not None]
     _refuse_required(recorder, given)
     edges = [r.node for r in (*given, *made)]
-    reached = [reach(node, [*edges, *histories]) for node in histories]
+    left = _left(outputs, values)
+    reached = [reach(node, [*edges, *(v.grad_fn for v in left)]) for node in histories]
     rewritten = [(o.input, collector.add_output(new[id(o)]), k) for k, o in enumerate(outputs) if o.input is not None]
     derivative = Derivative(
         outputs=tuple(o.alias for o in outputs),
         reaches=tuple(frozenset(i for i in found if i < len(edges)) for found in reached),
-        between=_between(histories, [{i - len(edges) for i in found} for found in reached]),
+        between=_between(collector, outputs, left, [{i - len(edges) for i in found} for found in reached]),
         names=tuple(_name(o.tensor) for o in outputs),
         made=tuple(r.alias for r in made if r.alias is not None),
         n_given=len(pairs) - len(made),
@@ -133,13 +134,29 @@ def differentiate(
     )
 
 
-def _between(histories: list[Any], sources: list[set[int]]) -> tuple[tuple[int, frozenset[int]], ...]:
-    """The results that others are made of, each with those."""
-    made = [
-        (k, frozenset(j for j, other in enumerate(histories) if k in sources[j] and other is not history))
-        for k, history in enumerate(histories)
-    ]
-    return tuple((k, others) for k, others in made if others)
+def _left(outputs: list[Output], values: list[Any]) -> list[torch.Tensor]:
+    """The tensors with a history that the step leaves behind, each once."""
+    found = [v for v in values if isinstance(v, FakeTensor) and v.requires_grad and is_leaf(v) is False]
+    found += [o.tensor for o in outputs if o.input is not None]
+    return list({id(tensor): tensor for tensor in found}.values())
+
+
+def _between(
+    collector: OutputCollector, outputs: list[Output], left: list[torch.Tensor], sources: list[set[int]]
+) -> tuple[tuple[int | None, int, frozenset[int]], ...]:
+    """What other results are made of, or has a hook, each with the results through which gradients reach it unseen."""
+    places = {id(o.tensor): k for k, o in enumerate(outputs)}
+    found = []
+    for index, tensor in enumerate(left):
+        place = places.get(id(tensor), -1)
+        through = {
+            k for k, o in enumerate(outputs) if index in sources[k]
+            and (o.tensor.grad_fn is not tensor.grad_fn or (k == place and tensor._backward_hooks))
+        }
+        if through:
+            is_input = place >= 0 and outputs[place].input is not None
+            found.append((None if is_input else collector.alias(tensor), place, frozenset(through)))
+    return tuple(found)
 
 
 def _refuse_required(recorder: Recorder, given: list[Root]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,9 +11,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from wholestep.errors import UnsupportedError
 from wholestep.ir import info
 from wholestep.lower.backends.interpreter import run_nodes
+from wholestep.runtime.asked_results import refuse_hooks
 from wholestep.runtime.backward_programs import Backward, Layout, Served
 from wholestep.runtime.program import Program
 from wholestep.runtime.unreached_leaves import quiet
@@ -84,7 +83,8 @@ class CompiledFunction(torch.autograd.Function):
 
     Each node has, as attributes of its ``ctx``: ``plan`` (whose ``backward.halves`` are the graphs), ``numbers`` (the
     host numbers among the saved values, by position), ``saved_tensors`` (the others, in order) and ``late`` (the
-    inputs that hooks write in the backward; hooks read what is there when it runs, so ``numbers`` holds them too).
+    inputs that hooks write in the backward; hooks read what is there when it runs, so ``numbers`` holds them too);
+    ``wholestep_between``, where there is something, for `refuse_hooks`.
     """
 
     @staticmethod
@@ -93,8 +93,6 @@ class CompiledFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.late = plan, ran.late
         ctx.numbers = {i: saved[i] for i in apart} if apart else {}
-        if plan.derivative.between:
-            ctx.between = [(weakref.ref(ran.outputs[k]), made) for k, made in plan.derivative.between]
         ctx.save_for_backward(*[v for i, v in enumerate(saved) if i not in apart] if apart else saved)
         return ran.outputs
 
@@ -103,7 +101,7 @@ class CompiledFunction(torch.autograd.Function):
         plan: Plan = ctx.plan
         backward, derivative = plan.backward, plan.derivative
         if derivative.between:
-            _refuse_retained(ctx.between, tangents)
+            refuse_hooks(ctx.wholestep_between, tangents)
         read: Sequence[Any] = tangents if plan.reads_all else [tangents[i] for i in backward.halves.tangents]
         strides = tuple(map(_strides, read))
         served, alone = backward.served.get(strides), transforms_active()
@@ -149,24 +147,6 @@ class CompiledFunction(torch.autograd.Function):
         return super().apply(*args) if transforms_active() else _apply(*args)  # type: ignore[no-untyped-call]
 
 
-def _refuse_retained(between: Sequence[Any], tangents: Sequence[torch.Tensor | None]) -> None:
-    """A result that is to keep its gradient, or show it to a hook, lacks what reaches it through others made of it."""
-    for result, made in between:
-        kept = result()
-        if kept is None or all(tangents[k] is None for k in made):
-            continue
-        hooks = [getattr(hook, "func", hook) for hook in (kept._backward_hooks or {}).values()]
-        looks = any(not str(getattr(hook, "__module__", "")).startswith(WRAPPERS) for hook in hooks)
-        if kept.retains_grad or looks:
-            raise UnsupportedError(
-                f"{'retain_grad()' if kept.retains_grad else 'a hook'} on a result of a compiled function that other "
-                "results of it are made of",
-                remedy="call backward() inside of the function, or make them outside of it",
-            )
-
-
-# Whose hooks on results say no more than that a backward has begun.
-WRAPPERS = "torch.distributed.", "wholestep."
 _apply = super(torch.autograd.Function, CompiledFunction).apply
 _is_none = partial(is_, None)
 _OWN_NAME = re.compile("output ([0-9]+) of CompiledFunction(Backward)?")

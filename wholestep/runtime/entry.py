@@ -15,6 +15,7 @@ from wholestep.capture.guards.bulk import count_writes, versions
 from wholestep.capture.sources import Decision
 from wholestep.functional import Decided, Diverged
 from wholestep.ir import is_effectful
+from wholestep.runtime.asked_results import note
 from wholestep.runtime.autograd_function import CompiledFunction, Plan, Ran, plan_of
 from wholestep.runtime.output_aliases import are_spent, as_inference, refuse, remade, spent
 from wholestep.runtime.program import DonatedInputs, Program
@@ -183,7 +184,7 @@ class Entry:
         if self.plan is None:
             outputs = self._outputs(values, args)
         else:
-            outputs, slots = self._differentiable(self.plan, values, written, counts)
+            outputs, slots, node = self._differentiable(self.plan, values, written, counts)
         for index, before, after in traced.storage_sizes:
             if after < before:
                 values[index].untyped_storage().resize_(after)
@@ -210,6 +211,10 @@ class Entry:
             if traced.aliases[index].state.retains:
                 slots[index].retain_grad()
             slots[index].grad = None if grad is None else slots[grad]
+        if self.plan is not None and self.plan.derivative.between and node is not None:
+            inputs = {k: values[index] for index, _, k in self.plan.derivative.rewritten}
+            between = self.plan.derivative.between
+            note(node, [(inputs[k] if i is None else slots[i], through) for i, k, through in between])
         made = [slots[m.alias] if m.alias is not None else outputs[m.output] for m in traced.new_values]  # type: ignore[index]
         return self.binder.path.apply(args, kwargs, made)
 
@@ -222,8 +227,8 @@ class Entry:
 
     def _differentiable(
         self, plan: Plan, values: list[Any], written: tuple[torch.Tensor, ...], counts: tuple[int, ...]
-    ) -> tuple[Sequence[Any], dict[int, torch.Tensor]]:
-        """Runs the forward as one node of autograd's graph; gives all outputs, and the slots with a history.
+    ) -> tuple[Sequence[Any], dict[int, torch.Tensor], Any]:
+        """Runs the forward as one node of autograd's graph; gives all outputs, the slots with a history, and the node.
 
         Counters are set before values are saved: one that moves afterwards is an error in the backward.
         """
@@ -252,7 +257,7 @@ class Entry:
         for slot, tensor in zip(derivative.outputs, results, strict=True):
             if slot is not None:
                 slots[slot] = tensor
-        return outputs, slots
+        return outputs, slots, results[0].grad_fn
 
     def _count_saved(self, plan: Plan, saved: list[Any]) -> None:
         """Counts writes to what is saved, before it is saved."""

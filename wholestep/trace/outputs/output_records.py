@@ -143,7 +143,8 @@ class Derivative:
     Attributes:
         outputs: what autograd is to see as results: an alias's index, or None for the new value of an input.
         reaches: for each entry of `outputs`, the positions in `inputs`, then `made`, of those that it depends on.
-        between: positions in `outputs` of results that others are made of, each with theirs.
+        between: aliases, or (None) the input at a position in `outputs`, of which a backward outside sees a part of
+            the gradient: the positions of the results that are made of it, its own where it has a hook.
         names: for each entry of `outputs`, which result of which node it is in eager, as autograd's errors say it.
         made: aliases of leaves that the step makes; their gradients follow those of `inputs`.
         n_given: how many of `inputs`, the first ones, get a gradient; the others are only known to be depended on.
@@ -165,7 +166,7 @@ class Derivative:
     rewritten: tuple[tuple[int, int, int], ...] = ()
     late: tuple[int, ...] = ()
     runs_once: bool = True
-    between: tuple[tuple[int, frozenset[int]], ...] = ()
+    between: tuple[tuple[int | None, int, frozenset[int]], ...] = ()
 
 
 @dataclass

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from wholestep.patches import original, patched
+from wholestep.patches import Patches, original, patched
 from wholestep.torch_compat import BACKWARD_ENGINE
 
 Handler = Callable[..., Any]
@@ -21,6 +21,7 @@ _changed = threading.Condition()
 _inside: Counter[int] = Counter()  # thread -> backwards that it runs, one inside of the other
 _walker: list[int] = []  # the thread that has its graph walked
 _own = threading.local()
+_checks: list[Callable[[Any, Any], None]] = []
 
 
 def _handlers() -> list[Handler]:
@@ -38,7 +39,16 @@ def handled(handler: Handler) -> Iterator[None]:
         _handlers().pop()
 
 
+def watch(check: Callable[[Any, Any], None]) -> None:
+    """From now on, each backward of any thread begins with ``check(roots, inputs)``."""
+    if check not in _checks:
+        _checks.append(check)
+        Patches().put([(*BACKWARD_ENGINE, _enter)], lambda: True)
+
+
 def _enter(*args: Any, **kwargs: Any) -> Any:
+    for check in _checks:
+        check(args[0], args[4])
     run = original(*BACKWARD_ENGINE)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
