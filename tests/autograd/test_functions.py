@@ -13,6 +13,7 @@ import profile
 import pstats
 import subprocess
 import sys
+import textwrap
 import tomllib
 from contextlib import nullcontext
 from pathlib import Path
@@ -711,7 +712,8 @@ def hooked_inside(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     hooked_inside,
 ])  # fmt: skip
 @pytest.mark.parametrize("ask", [
-    lambda hidden, out: torch.autograd.grad(out.sum(), hidden, allow_unused=True), lambda hidden, out: hidden.retain_grad(),
+    lambda hidden, out: torch.autograd.grad(out.sum(), hidden, allow_unused=True),
+    lambda hidden, out: hidden.retain_grad(),
     lambda hidden, out: torch.autograd.grad((out * hidden).sum(), torch.autograd.graph.get_gradient_edge(hidden)),
     lambda hidden, out: out.sum().backward(inputs=[hidden]), lambda hidden, out: hooked(hidden, lambda grad: grad),
 ])  # fmt: skip
@@ -786,6 +788,49 @@ def test_a_backward_outside_sees_what_python_that_runs_in_it_reads(inner: Any) -
     assert same(trained(lambda model: model), trained(ws.compile))
     with pytest.raises(UnsupportedError, match="runs in the backward of a compiled function and reads"):
         trained(lambda model: ws.compile(model, fullgraph=True))
+
+
+SCRIPT = """
+scale, weight, found = 2.0, torch.ones(2, requires_grad=True), []
+compiled = compile(lambda w: hooked(w * 1, lambda grad: grad * scale))
+for value in (2.0, 3.0, 4.0):
+    scale = 1.0
+    loss = compiled(weight).sum()
+    scale = value
+    loss.backward()
+    found.append(weight.grad.clone())
+"""
+CLOSURE = f"def trained():{textwrap.indent(SCRIPT, '    ')}    return found\nfound = trained()"
+SETTER = """
+def pair():
+    scale = 1.0
+    def hook(grad):
+        return grad * scale
+    def put(value):
+        nonlocal scale
+        scale = value
+    return hook, put
+(hook, put), weight, found = pair(), torch.ones(2, requires_grad=True), []
+compiled = compile(lambda w: hooked(w * 1, hook))
+for value in (2.0, 3.0, 4.0):
+    loss = compiled(weight).sum()
+    put(value)
+    loss.backward()
+    found.append(weight.grad.clone())
+"""
+
+
+@pytest.mark.parametrize("text", [SCRIPT, CLOSURE, SETTER])
+def test_a_backward_outside_sees_variables_that_are_set_anew(text: str, tmp_path: Path) -> None:
+    def trained(text: str, compile_: Any) -> list[Tensor]:
+        names: dict[str, Any] = {"torch": torch, "hooked": hooked, "compile": compile_}
+        exec(compile(text, str(tmp_path / "script.py"), "exec"), names)
+        return names["found"]  # type: ignore[no-any-return]
+
+    assert same(trained(text, lambda function: function), trained(text, ws.compile))
+    if text is not SETTER:
+        once = "\n".join(line for line in text.split("\n") if "  scale = " not in line or "found" in line)
+        trained(once, lambda function: ws.compile(function, fullgraph=True))
 
 
 @pytest.mark.parametrize("preserve", [False, True])

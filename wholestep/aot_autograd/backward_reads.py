@@ -159,10 +159,39 @@ def _part(holder: Any, kind: str, key: Any) -> Any:
 
 
 def _may_change(frame: FrameType, name: str, value: Any) -> bool:
-    """Whether a variable holds what changes, or is one that a function of its module sets."""
+    """Whether a variable holds what changes, or is set by a function of its module, or later by code that runs now."""
     if type(value) in (dict, list, set):
         return True
-    functions = (held.__code__ for held in [*frame.f_globals.values()] if isinstance(held, FunctionType))
-    return is_data(value) and any(
-        i.opname == "STORE_GLOBAL" and i.argval == name for code in functions for i in dis.get_instructions(code)
-    )
+    functions = [held.__code__ for held in [*frame.f_globals.values()] if isinstance(held, FunctionType)]
+    if is_data(value) and any(_sets(code, "STORE_GLOBAL", name) for code in functions):
+        return True
+    above: FrameType | None = frame.f_back
+    if name not in frame.f_code.co_freevars:
+        while above is not None and (above.f_globals is not frame.f_globals or above.f_code.co_name != "<module>"):
+            above = above.f_back
+        return above is not None and _sets(above.f_code, "STORE_NAME", name, above.f_lasti)
+    outer, _, rest = frame.f_code.co_qualname.partition(".<locals>.")
+    owners = [code for code in functions if code.co_qualname == outer] if rest else []
+    if any(name in code.co_freevars and _sets(code, "STORE_DEREF", name) for code in _nested(owners)):
+        return True
+    while above is not None:
+        if name in (*above.f_code.co_cellvars, *above.f_code.co_freevars) and above.f_locals.get(name) is value:
+            if _sets(above.f_code, "STORE_DEREF", name, above.f_lasti):
+                return True
+        above = above.f_back
+    return False
+
+
+def _nested(codes: list[CodeType]) -> Iterator[CodeType]:
+    for code in codes:
+        yield code
+        yield from _nested([held for held in code.co_consts if isinstance(held, CodeType)])
+
+
+def _sets(code: CodeType, how: str, name: str, after: int = 0) -> bool:
+    """Whether code sets a variable, where it can come from some place."""
+    found = list(dis.get_instructions(code))
+    for here in reversed(found):
+        if "JUMP" in here.opname and here.offset >= after:
+            after = min(after, here.argval)
+    return any(here.opname == how and here.argval == name and here.offset > after for here in found)

@@ -136,7 +136,9 @@ def differentiate(
 
 def _left(outputs: list[Output], values: list[Any]) -> list[torch.Tensor]:
     """The tensors with a history that the step leaves behind, each once."""
-    found = [v for v in values if isinstance(v, FakeTensor) and v.requires_grad and is_leaf(v) is False]
+    found: list[torch.Tensor] = [
+        v for v in values if isinstance(v, FakeTensor) and v.requires_grad and is_leaf(v) is False
+    ]
     found += [o.tensor for o in outputs if o.input is not None]
     return list({id(tensor): tensor for tensor in found}.values())
 
