@@ -133,6 +133,3 @@ def _fakes(value: Any, mode: FakeTensorMode) -> Any:
         _, size, stride, dtype, device = value
         return FakeTensor(mode, torch.empty_strided(size, stride, dtype=dtype, device="meta"), device)
     return type(value)(_fakes(item, mode) for item in value)
-
-
-__all__ = ["Packed"]

@@ -81,18 +81,3 @@ from wholestep.errors import (
     DistStoreError,
     DistTimeoutError,
 )
-
-__all__ = [  # the names of torch.distributed, and our own
-    "OPERATORS", "Backend", "BackendConfig", "DebugLevel", "DistBackendError", "DistError", "DistMismatchError",
-    "DistNetworkError", "DistRankError", "DistStoreError", "DistTimeoutError", "FileStore", "HashStore", "Options",
-    "P2POp", "PrefixStore", "ProcessGroup", "RedOpType", "ReduceOp", "Store", "TCPStore", "Work", "all_gather",
-    "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_reduce_coalesced",
-    "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list",
-    "default_store", "destroy_process_group", "diagnose", "dump", "empty", "gather", "gather_object", "get_backend",
-    "get_debug_level", "get_global_rank", "get_group", "get_group_rank", "get_node_local_rank",
-    "get_process_group_ranks", "get_rank", "get_world_size", "init_process_group", "irecv", "is_backend_available",
-    "is_gloo_available", "is_initialized", "is_mpi_available", "is_nccl_available", "is_shm_available",
-    "is_ucc_available", "isend", "monitored_barrier", "new_group", "premul_sum", "rank_not_in_group", "recv",
-    "recv_object_list", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list",
-    "send", "send_object_list", "set_debug_level", "set_debug_level_from_env", "store_based_barrier",
-]

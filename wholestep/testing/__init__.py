@@ -5,5 +5,3 @@ May import: comm.
 
 from wholestep.testing.compile_counter import CompileCounter
 from wholestep.testing.run_ranks import RankError, run_ranks
-
-__all__ = ["CompileCounter", "RankError", "run_ranks"]
