@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from wholestep import comm
+from wholestep.comm.api.object_collectives import gathered_objects
 from wholestep.errors import CheckpointError
 
 
@@ -29,11 +30,7 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank."""
-        if self.size == 1:
-            return [value]
-        found: list[Any] = [None] * self.size
-        comm.all_gather_object(found, value)
-        return found
+        return [value] if self.size == 1 else gathered_objects(value)
 
     @contextmanager
     def together(self, failed: str = "") -> Iterator[None]:

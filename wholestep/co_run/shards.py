@@ -12,6 +12,7 @@ from wholestep import comm
 from wholestep.capture import Call, PartsOf, Snapshot, TensorInput, UnshardedViews
 from wholestep.co_run.operators import Facts
 from wholestep.co_run.prefix_tree import place_of, storage_of
+from wholestep.comm.api.object_collectives import gathered_objects
 from wholestep.nested import map_leaves, tensors_of
 from wholestep.spmd import gather_parts
 from wholestep.tensor_parts import Part, give_data, mark_part, narrow_to, say_parts
@@ -163,8 +164,7 @@ class Shards:
 
 def _gathered(local: torch.Tensor, part: Part, group: comm.ProcessGroup) -> tuple[torch.Tensor, Part]:
     """What the ranks of a group hold together of a whole tensor, each having one block of it."""
-    parts: list[Any] = [None] * group.size()
-    comm.all_gather_object(parts, part, group)
+    parts = gathered_objects(part, group)
     return (local, part) if all(other == part for other in parts) else gather_parts(local, parts, group)
 
 

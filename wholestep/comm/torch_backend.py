@@ -316,14 +316,12 @@ class ShmProcessGroup(_TorchGroup):
         return self._work(p2p.isend(tensor, group=self.shm_group, tag=tag, group_dst=dst), [tensor])
 
     @_checked
-    def recv(self, tensors: Tensors, src: int, tag: int = 0) -> TorchWork:
+    def recv(self, tensors: Tensors, src: int | None, tag: int = 0) -> TorchWork:
         tensor = _only("recv", tensors, "tensor")
         return self._work(p2p.irecv(tensor, group=self.shm_group, tag=tag, group_src=src), [tensor])
 
-    @_checked
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
-        tensor = _only("recv", tensors, "tensor")
-        return self._work(p2p.irecv(tensor, group=self.shm_group, tag=tag), [tensor])
+        return self.recv(tensors, None, tag)
 
     @_checked
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> TorchWork:

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from wholestep import comm
+from wholestep.comm.api.object_collectives import first_difference, gathered_objects
 from wholestep.deferred_init import origin
 from wholestep.errors import DistError, DistMismatchError
 
@@ -45,17 +46,14 @@ def require_equal_models(what: str, module: nn.Module, named: list[tuple[str, An
         + " frozen" * (isinstance(p, nn.Parameter) and not p.requires_grad)
         for name, p in named
     ]
-    every: list[Any] = [None] * group.size()
-    comm.all_gather_object(every, mine, group)
-    for rank, theirs in enumerate(every):
-        if theirs != every[0]:
-            at = next(i for i in range(len(theirs) + 1) if theirs[i : i + 1] != every[0][i : i + 1])
-            first, other = ((one[at : at + 1] or ["none"])[0] for one in (every[0], theirs))
-            raise DistMismatchError(
-                f"{what}: the ranks' models differ: parameter {at} is {first} on rank "
-                f"{group.labels[0]} ({len(every[0])} in all), {other} on rank {group.labels[rank]} ({len(theirs)}): "
-                "make the same model on all ranks, with one seed within deferred()"
-            )
+    every = gathered_objects(mine, group)
+    if (found := first_difference(every)) is not None:
+        rank, at, first, other = found
+        raise DistMismatchError(
+            f"{what}: the ranks' models differ: parameter {at} is {first or 'none'} on rank {group.labels[0]} "
+            f"({len(every[0])} in all), {other or 'none'} on rank {group.labels[rank]} ({len(every[rank])}): "
+            "make the same model on all ranks, with one seed within deferred()"
+        )
     left = [name for name, one in named if one.is_meta]
     if left:
         raise ValueError(

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 
 from wholestep import comm
+from wholestep.comm.api.object_collectives import first_difference, gathered_objects
 from wholestep.comm.api.tracing import is_captured
 from wholestep.comm.ops.functional_collectives import cores_are_busy
 from wholestep.errors import DistMismatchError, UnsupportedError
@@ -132,15 +133,13 @@ class ShardSchedule:
             names = [f"{path}.{m.name}".lstrip(".") for m, one in zip(bucket.members, used, strict=True) if one]
             return f"{'reduced' if event[0] else 'gathered'} {', '.join(names)}"
 
-        every: list[Any] = [None] * self.process_group.size()
-        comm.all_gather_object(every, mine, self.process_group)
-        rank = next(i for i, theirs in enumerate(every) if theirs != every[0])
-        at = next(i for i in range(len(every[0]) + 1) if every[0][i : i + 1] != every[rank][i : i + 1])
-        first, other = (words(one[at] if at < len(one) else None) for one in (every[0], every[rank]))
+        every = gathered_objects(mine, self.process_group)
+        rank, _, first, other = first_difference(every) or (0, 0, None, None)
         labels = self.process_group.labels
         raise DistMismatchError(
-            f"fully_shard: the ranks did not use the same parameters: rank {labels[0]} {first}, rank {labels[rank]} "
-            f"{other}; gradients are wrong: have every rank run the same modules, and use all they give in its loss"
+            f"fully_shard: the ranks did not use the same parameters: rank {labels[0]} {words(first)}, rank "
+            f"{labels[rank]} {words(other)}; gradients are wrong: have every rank run the same modules, and use all "
+            "they give in its loss"
         )
 
 

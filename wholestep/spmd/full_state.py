@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from wholestep import comm
+from wholestep.comm.api.object_collectives import gathered_objects
 from wholestep.comm.api.uneven_collectives import all_gather_rows
 from wholestep.errors import PlanError
 from wholestep.tensor_parts import Part, mark_states, part_of
@@ -51,8 +52,7 @@ def _unsharded(held: list[tuple[str, Any]], group: comm.ProcessGroup | None) -> 
     """id of a tensor that is a part -> the whole one."""
     named = {id(v): (name, v) for name, v in held if isinstance(v, torch.Tensor) and part_of(v) is not None}
     parts = [part_of(tensor) for _, tensor in named.values()]
-    everybody: list[Any] = [None] * comm.get_group(group).size()
-    comm.all_gather_object(everybody, parts, group)
+    everybody = gathered_objects(parts, group)
     if any([part.shape for part in one] != [part.shape for part in everybody[0]] for one in everybody):
         raise PlanError(
             "full_state_dict: the ranks of the group hold parts of different tensors\n"

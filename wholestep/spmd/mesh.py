@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from wholestep import comm
+from wholestep.comm.api.object_collectives import gathered_objects
 from wholestep.errors import PlanError
 
 # Device type -> backends of a default group that is not there yet; None lets `comm` choose.
@@ -214,8 +215,7 @@ def _start_world(device_type: str, ranks: int) -> None:
 
 def _agree(ranks: torch.Tensor, names: tuple[str, ...]) -> None:
     """Every rank is to make the same mesh: with others, its groups would wait for ranks that never come."""
-    said: list[Any] = [None] * comm.get_world_size()
-    comm.all_gather_object(said, (ranks.tolist(), names))
+    said = gathered_objects((ranks.tolist(), names))
     for rank, other in enumerate(said):
         if other != said[0]:
             raise PlanError(

@@ -17,12 +17,13 @@ from wholestep.comm.stores.store import Store
 Creator = Callable[[Store, int, int, timedelta], ProcessGroup]
 
 
-_BUILT_IN = ["shm", "thread", "null", "gloo", "nccl", "mpi", "ucc"]
+_ENGINES = ["gloo", "nccl", "mpi", "ucc"]  # of torch.distributed
+_BUILT_IN = ["shm", "thread", "null", *_ENGINES]
 
 
 class _Plugin(NamedTuple):
     creator_fn: Creator
-    devices: list[str]
+    devices: Sequence[str] = ("cpu", "cuda")
 
 
 class Backend(str):
@@ -37,12 +38,10 @@ class Backend(str):
     backend_list: ClassVar[list[str]] = [UNDEFINED, *_BUILT_IN]
     _plugins: ClassVar[dict[str, _Plugin]] = {
         "SHM": _Plugin(create_shared, ["cpu"]),
-        "THREAD": _Plugin(ThreadGroup, ["cpu", "cuda"]),
-        "NULL": _Plugin(NullGroup, ["cpu", "cuda"]),
-        "GLOO": _Plugin(partial(c10d.C10dGroup, "gloo"), ["cpu", "cuda"]),
+        "THREAD": _Plugin(ThreadGroup),
+        "NULL": _Plugin(NullGroup),
+        **{name.upper(): _Plugin(partial(c10d.C10dGroup, name)) for name in _ENGINES},
         "NCCL": _Plugin(partial(c10d.C10dGroup, "nccl"), ["cuda"]),
-        "MPI": _Plugin(partial(c10d.C10dGroup, "mpi"), ["cpu", "cuda"]),
-        "UCC": _Plugin(partial(c10d.C10dGroup, "ucc"), ["cpu", "cuda"]),
     }
 
     def __new__(cls, name: str) -> Self:
@@ -126,9 +125,7 @@ def is_shm_available() -> bool:
 def is_backend_available(backend: str) -> bool:
     """True when groups of that backend can be made here."""
     name = backend.lower()
-    if name in ("gloo", "nccl", "mpi", "ucc"):
-        return c10d.has_engine(name)
-    return name == "shm" or name.upper() in Backend._plugins
+    return c10d.has_engine(name) if name in _ENGINES else name.upper() in Backend._plugins
 
 
 class DeviceGroup(ProcessGroup):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,11 +23,21 @@ def _unpack(data: torch.Tensor) -> Any:
     return pickle.loads(data.numpy().tobytes())
 
 
-def _broadcast_sizes(parts: list[torch.Tensor], count: int, root: int, group: Group) -> list[int]:
-    """The lengths of what the root has packed; the others give no parts."""
-    sizes = torch.tensor([part.numel() for part in parts] or [0] * count)
-    collectives.broadcast(sizes, group=group, group_src=root)
-    return [int(size) for size in sizes]
+@not_recorded
+def gathered_objects(obj: Any, group: Group = None) -> list[Any]:
+    """Every rank's object, by rank."""
+    return [_unpack(data) for data in all_gather_rows(_pack(obj), group)]
+
+
+def first_difference(everybody: Sequence[Sequence[Any]]) -> tuple[int, int, Any, Any] | None:
+    """Where ranks have another list than rank 0: the first such rank, the place, and what both have there or None."""
+    first = everybody[0]
+    for rank, other in enumerate(everybody):
+        if other != first:
+            place = next(i for i in range(len(first) + 1) if first[i : i + 1] != other[i : i + 1])
+            here, there = (one[place] if place < len(one) else None for one in (first, other))
+            return rank, place, here, there
+    return None
 
 
 @not_recorded
@@ -36,7 +47,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: Group = None) -> 
     if checks.outside(pg, "all_gather_object"):
         return
     checks.length("all_gather_object", "object_list", object_list, pg.size())
-    object_list[:] = [_unpack(data) for data in all_gather_rows(_pack(obj), group)]
+    object_list[:] = gathered_objects(obj, group)
 
 
 @not_recorded
@@ -54,8 +65,7 @@ def gather_object(
     root = group_root(group, dst, group_dst, "dst", 0)
     if (pg.rank() == root) != (object_gather_list is not None):
         raise ValueError("gather_object: `object_gather_list` is required on the destination rank, and on no other")
-    found: list[Any] = [None] * pg.size()
-    all_gather_object(found, obj, group)
+    found = gathered_objects(obj, group)
     if object_gather_list is not None:
         object_gather_list[:] = found
 
@@ -73,9 +83,10 @@ def broadcast_object_list(
     if checks.outside(pg, "broadcast_object_list"):
         return
     root = group_root(group, src, group_src, "src", 0)
-    parts = [_pack(list(object_list))] if pg.rank() == root else []
-    (size,) = _broadcast_sizes(parts, 1, root, group)
-    data = parts[0] if parts else torch.zeros(size, dtype=torch.uint8)
+    data = _pack(list(object_list)) if pg.rank() == root else None
+    size = torch.tensor(0 if data is None else data.numel())
+    collectives.broadcast(size, group=group, group_src=root)
+    data = torch.zeros(int(size), dtype=torch.uint8) if data is None else data
     collectives.broadcast(data, group=group, group_src=root)
     if pg.rank() != root:
         found = _unpack(data)
@@ -100,16 +111,13 @@ def scatter_object_list(
     root = group_root(group, src, group_src, "src", 0)
     if not scatter_object_output_list:
         raise ValueError("scatter_object_list: `scatter_object_output_list` is empty: one entry is required")
-    parts: list[torch.Tensor] = []
+    parts: list[Any] = [None] * pg.size()
     if pg.rank() == root:
         given = scatter_object_input_list or []
         checks.length("scatter_object_list", "scatter_object_input_list", given, pg.size())
-        parts = [_pack(value) for value in given]
-    sizes = _broadcast_sizes(parts, pg.size(), root, group)
-    padded = [torch.nn.functional.pad(part, (0, max(sizes) - part.numel())) for part in parts]
-    out = torch.zeros(max(sizes), dtype=torch.uint8)
-    collectives.scatter(out, padded or None, group=group, group_src=root)
-    scatter_object_output_list[0] = _unpack(out[: sizes[pg.rank()]])
+        parts = [pickle.dumps(value) for value in given]  # each rank unpacks its own alone
+    broadcast_object_list(parts, group=group, group_src=root)
+    scatter_object_output_list[0] = pickle.loads(parts[pg.rank()])
 
 
 @not_recorded

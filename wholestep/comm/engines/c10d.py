@@ -44,14 +44,8 @@ _OPS: dict[RedOpType, Any] = {
 }
 
 
-# Each other collective: its options, and its call.
-_CALLS: dict[str, tuple[Any, table.Collective]] = {
-    "broadcast": (options.BroadcastOptions, table.BROADCAST),
-    "all_gather": (options.AllgatherOptions, table.ALL_GATHER),
-    "gather": (options.GatherOptions, table.GATHER),
-    "scatter": (options.ScatterOptions, table.SCATTER),
-    "barrier": (options.BarrierOptions, table.BARRIER),
-}
+# Each other collective.
+_CALLS = {row.name: row for row in (table.BROADCAST, table.ALL_GATHER, table.GATHER, table.SCATTER, table.BARRIER)}
 
 
 class _ForTorch(dist.Store):
@@ -210,8 +204,8 @@ class C10dGroup(ProcessGroup):
         words = description(self.sequence, op, part_of(op, outs, ins), opts)
         if op in ("all_reduce", "reduce", "reduce_scatter"):
             return self._reduce(op, words, outs, ins, opts)
-        kind, row = _CALLS[op]
-        made, to, source = self._options(kind, opts), movable(outs), movable(ins)
+        kind = getattr(options, f"{op.replace('_', '').capitalize()}Options")
+        row, made, to, source = _CALLS[op], self._options(kind, opts), movable(outs), movable(ins)
         return self._call(op, words, outs, lambda: row.start(self._engine, to, source, made))
 
     def _reduce(self, op: str, words: str, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Options) -> Work:

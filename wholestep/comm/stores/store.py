@@ -123,13 +123,16 @@ class Store:
     def set(self, key: str, value: Value) -> None:
         self._do("set", key, as_bytes(value))
 
-    def get(self, key: str) -> bytes:
+    def get(self, key: str, timeout: timedelta | None = None) -> bytes:
         """The value; waits for the key.
+
+        Args:
+            timeout: None for the store's.
 
         Raises:
             DistStoreError: the key did not appear within the time-out.
         """
-        return self._await([key], None, "get")[0]
+        return self._await([key], timeout, "get")[0]
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter that starts at 0 and returns its new value."""
@@ -144,10 +147,6 @@ class Store:
 
     def wait(self, keys: Sequence[str], timeout: timedelta | float | None = None) -> None:
         self._await(keys, timeout, "wait")
-
-    def wait_for(self, key: str, timeout: timedelta) -> bytes:
-        """`get` with a time-out of its own."""
-        return self._await([key], timeout, "wait")[0]
 
     def check(self, keys: Sequence[str]) -> bool:
         return all(self._apply("has", key) == b"1" for key in _names(keys))

@@ -55,7 +55,7 @@ def exchange(rank: int, store: Store, name: str, count: int, timeout: timedelta,
     if store.add(key, 1) == count:
         store.compare_set(f"{key}:last", "", ALL_CAME)
     try:
-        outcome = store.wait_for(f"{key}:last", timeout)
+        outcome = store.get(f"{key}:last", timeout)
     except DistStoreError as late:
         missing = [other for other, shown in enumerate(_shown(name, count)) if not store.check([shown])]
         why = (
@@ -91,4 +91,4 @@ def leave_together(store: Store, name: str, count: int) -> None:
     with contextlib.suppress(errors.DistError):
         if store.add(f"{name} left", 1) >= count:
             store.set(f"{name} all left", "1")
-        store.wait_for(f"{name} all left", LINGER)
+        store.get(f"{name} all left", LINGER)

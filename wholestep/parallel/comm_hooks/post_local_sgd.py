@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from wholestep import comm
+from wholestep.comm.api.object_collectives import gathered_objects
 from wholestep.comm.engines.shm_segment import host_identity
 from wholestep.parallel.buckets import views_of
 from wholestep.parallel.comm_hooks.mean import Group, allreduce_hook, mean, noop_hook
@@ -51,8 +52,7 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: Any) -> torch.futures.F
 
 
 def _ranks_of_this_host(group: comm.ProcessGroup) -> comm.ProcessGroup:
-    hosts: list[Any] = [None] * group.size()
-    comm.all_gather_object(hosts, host_identity(), group)
+    hosts = gathered_objects(host_identity(), group)
     made = [
         comm.new_group([label for label, one in zip(group.labels, hosts, strict=True) if one == host])
         for host in dict.fromkeys(hosts)

@@ -6,11 +6,12 @@ import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from wholestep import comm
+from wholestep.comm.api.object_collectives import first_difference, gathered_objects
 from wholestep.errors import BreakError, CaptureError, PlanError, WholestepError
 from wholestep.spmd.preflight.contract import SHARED_KINDS, Call, Contract, generator_state
 
@@ -192,10 +193,9 @@ class PreflightCheck:
         self._must_compare = False
         found = mine
         for group in self.groups:
-            everybody: list[Any] = [None] * group.size()
             name = group.group_name
             words = [f"call {self._call} of {self._step}", *contract.for_axis(self.axes[name])]
-            comm.all_gather_object(everybody, (words, (along or {}).get(name), found, self._call), group)
+            everybody = gathered_objects((words, (along or {}).get(name), found, self._call), group)
             said, more, findings, calls = zip(*everybody, strict=True)
             self._call = max(calls)  # one that is behind has heard so now
             self._all_failed = all(findings)
@@ -212,8 +212,7 @@ class PreflightCheck:
         """The first call in which the ranks' programs differ."""
         mine, found = calls.split("\n"), None
         for group in self.groups:
-            everybody: list[Any] = [None] * group.size()
-            comm.all_gather_object(everybody, (mine, found), group)
+            everybody = gathered_objects((mine, found), group)
             found = next((one for _, one in everybody if one), None) or _difference([said for said, _ in everybody])
         return found
 
@@ -238,18 +237,13 @@ class PreflightCheck:
 
 def _difference(everybody: Sequence[Sequence[str]]) -> Finding | None:
     """Says where one rank's words differ from rank 0's; None when none do."""
-    first = everybody[0]
-    for rank, words in enumerate(everybody):
-        if words == first:
-            continue
-        place = next(
-            (i for i, (a, b) in enumerate(zip(first, words, strict=False)) if a != b), min(len(first), len(words))
-        )
-        here, there = (w[place] if place < len(w) else "nothing more" for w in (first, words))
-        kind = next(kind for kind in _KINDS if here.startswith(kind) and there.startswith(kind))
-        what, remedy = _KINDS[kind]
-        if not kind and (here.startswith(SHARED_KINDS) or there.startswith(SHARED_KINDS)):
-            kind = _TENSOR
-        text = f"{what} do not fit each other: rank 0 has {here}; rank {rank} has {there}\n  to do: {remedy}"
-        return Finding(text, kind)
-    return None
+    found = first_difference(everybody)
+    if found is None:
+        return None
+    here, there = (words or "nothing more" for words in found[2:])
+    kind = next(kind for kind in _KINDS if here.startswith(kind) and there.startswith(kind))
+    what, remedy = _KINDS[kind]
+    if not kind and (here.startswith(SHARED_KINDS) or there.startswith(SHARED_KINDS)):
+        kind = _TENSOR
+    text = f"{what} do not fit each other: rank 0 has {here}; rank {found[0]} has {there}\n  to do: {remedy}"
+    return Finding(text, kind)
