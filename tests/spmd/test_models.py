@@ -17,7 +17,7 @@ from tests.support.spmd_equal import precision
 from tests.support.spmd_models import FIRST, HELD_OUT, make, train
 from wholestep.capture_call import capture
 from wholestep.ir import check, info
-from wholestep.report.missing_rules import missing_rules
+from wholestep.report.traffic_and_memory import missing_rules
 from wholestep.spmd.expand.expand import expand
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Replicate

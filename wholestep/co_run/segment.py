@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,43 +20,24 @@ from wholestep.runtime import Program
 from wholestep.trace.record.inputs import flat_memory
 
 
+@dataclass(eq=False, slots=True)
 class Slot:
     """Stands for a tensor in a recorded call: the n-th that the segment meets. One object for each number."""
 
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def __repr__(self) -> str:
-        return f"%{self.index}"
+    index: int
 
 
+@dataclass(eq=False, slots=True)
 class Constant:
     """Stands for a bool, which is equal to an integer, or for any float."""
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: bool | None) -> None:
-        self.value = value
-
-    def __repr__(self) -> str:
-        return "float" if self.value is None else str(self.value)
+    value: bool | None
 
 
-class Exactly:
-    """Stands for one float: equal to no integer, and 0.0 to no -0.0."""
+class Exactly(NamedTuple):
+    """Stands for one float, in hexadecimal digits: equal to no integer, and 0.0 to no -0.0."""
 
-    __slots__ = ("value", "_text")
-
-    def __init__(self, value: float) -> None:
-        self.value, self._text = value, value.hex()
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is Exactly and other._text == self._text
-
-    def __hash__(self) -> int:
-        return hash(self._text)
+    text: str
 
 
 def same(a: float, b: float) -> bool:
@@ -156,7 +137,7 @@ def _filled(part: Any, values: dict[int, Any], numbers: Iterator[float]) -> Any:
         return [_filled(item, values, numbers) for item in part]
     if kind is Constant:
         return next(numbers) if part is FLOAT else part.value
-    return part.value if kind is Exactly else part
+    return float.fromhex(part.text) if kind is Exactly else part
 
 
 def _keep(results: Any, found: Any, values: dict[int, Any]) -> None:

@@ -96,7 +96,7 @@ class Slots:
         kind = type(value)
         if isinstance(value, float):  # NumPy's, too
             if not self.any_float:
-                return Exactly(value)
+                return Exactly(float(value).hex())
             self.numbers.append(float(value))
             return FLOAT
         if kind is bool:

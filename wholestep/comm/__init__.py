@@ -54,8 +54,7 @@ from wholestep.comm.api.object_collectives import (
 )
 from wholestep.comm.api.p2p import P2POp, batch_isend_irecv, irecv, isend, monitored_barrier, recv, send
 from wholestep.comm.api.rendezvous import default_store, destroy_process_group, init_process_group, new_group
-from wholestep.comm.doctor import diagnose
-from wholestep.comm.flight_recorder import dump
+from wholestep.comm.flight_recorder import diagnose, dump
 from wholestep.comm.ops.functional_collectives import SCHEMAS as OPERATORS
 from wholestep.comm.process_group import (
     DebugLevel,

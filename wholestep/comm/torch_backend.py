@@ -22,7 +22,6 @@ from wholestep.comm.api import collectives, p2p
 from wholestep.comm.api.collective_table import ArgumentKind, Collective
 from wholestep.comm.api.groups import World, world
 from wholestep.comm.api.tracing import TracedWork
-from wholestep.comm.api.uneven_collectives import sparse_all_reduce
 from wholestep.comm.engines.c10d_adapters import TorchStore
 from wholestep.comm.engines.hierarchical import create_shared
 from wholestep.comm.engines.work_queue import FutureCompleter
@@ -171,7 +170,7 @@ def _method(name: str, row: Collective) -> Callable[..., TorchWork]:
         out = _argument(name, outputs, "tensor" if in_place else "output", row.out_kind, row.root)
         call |= {row.inp: _argument(name, inputs, "tensor" if in_place else "input", row.inp_kind, row.root)}
         call[row.out] = out
-        work = (sparse_all_reduce if row is table.ALL_REDUCE and out.is_sparse else collective)(**call)
+        work = (collectives.sparse_all_reduce if row is table.ALL_REDUCE and out.is_sparse else collective)(**call)
         one = row.out_kind is ArgumentKind.ONE
         result = self._by_rank(out) if row.out_kind is ArgumentKind.ROWS else [out] if one else out
         return self._work(work, result or [], opts, named.get("timeout"))

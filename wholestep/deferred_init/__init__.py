@@ -6,14 +6,5 @@ note the state in which it was. Later each tensor is made by what is recorded of
 May import: functional, nested, tensor_parts, torch_compat.
 """
 
-from wholestep.deferred_init.deferred_tensors import (
-    allocated,
-    become,
-    fill,
-    materialize,
-    origin,
-    part_values,
-    read_from,
-)
-from wholestep.deferred_init.recording import deferred
-from wholestep.deferred_init.records import any_deferred, record_of
+from wholestep.deferred_init.deferred_tensors import allocated, become, deferred, fill, materialize
+from wholestep.deferred_init.records import any_deferred, origin, part_values, read_from, record_of

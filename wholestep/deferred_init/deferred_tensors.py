@@ -1,32 +1,39 @@
-"""Tensors without values: errors for whoever uses one, and how they get their values, whole or in parts."""
+"""`deferred`: models are made without memory; errors for whoever uses their tensors, and how these get values later.
+
+The dispatch mode records the making of large tensors in the place of running it.
+"""
 
 from __future__ import annotations
 
+import gc
 import threading
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from wholestep.deferred_init.records import (
     RECORD,
     Given,
     Record,
-    Ref,
+    Write,
+    draw,
+    fill_storage,
     needed,
+    numbers,
     record_of,
     ref_of,
     replay,
-    scratch,
     storage_of,
+    values_of,
 )
-from wholestep.functional import base_name
+from wholestep.functional import argument_names, base_name, bound_arguments, is_view, written_arguments
 from wholestep.nested import map_leaves, tensors_of
 from wholestep.tensor_parts import Part, give_data
-from wholestep.torch_compat import TorchDispatchMode, plain_subclasses, plain_torch_function
+from wholestep.torch_compat import TorchDispatchMode, plain_subclasses, plain_torch_function, storage_id, storage_uses
 
 # Methods that read memory without an operator.
 RAW = {getattr(torch.Tensor, name) for name in ("numpy", "tolist", "__array__", "data_ptr", "__repr__", "__deepcopy__",
@@ -82,38 +89,10 @@ def guard(storage: torch.UntypedStorage, tensors: Iterable[torch.Tensor]) -> Non
     storage.resize_(0)
 
 
-def values_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's values in memory of their own; an ordinary tensor itself."""
-    record = record_of(tensor)
-    if record is None:
-        return tensor
-    with plain_subclasses():
-        if record.source is not None:
-            return record.source[0](Part.whole(tensor.shape))
-        memory = replay(needed([record], float("inf")), {})
-        return ref_of(tensor).on(memory[record] if record in memory else scratch(record.nbytes))
-
-
-def part_values(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """A part of a tensor's values, which may be a view of the whole ones: whoever keeps it makes a copy."""
-    record = record_of(tensor)
-    if record is not None and record.source is not None:
-        return record.source[0](part)
-    return values_of(tensor).detach()[part.slices]
-
-
 def become(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Gives a tensor other data, and so values, if it has none."""
     _plain(tensor)
     give_data(tensor, data)
-
-
-def fill_storage(storage: torch.UntypedStorage) -> None:
-    """Gives a storage its values by the calls that are recorded."""
-    record: Record = getattr(storage, RECORD)
-    storage.resize_(record.nbytes)
-    replay(needed([record], float("inf")), {record: storage})
-    setattr(storage, RECORD, None)
 
 
 def fill(tensor: torch.Tensor) -> None:
@@ -138,13 +117,6 @@ def _plain(tensor: torch.Tensor) -> None:
         tensor.__class__ = kind
 
 
-def read_from(tensor: torch.Tensor, source: Callable[[Part], torch.Tensor], name: str) -> None:
-    """Has a tensor without values get them from elsewhere, a part where a part is asked for."""
-    record = record_of(tensor)
-    assert record is not None
-    record.source = source, name
-
-
 def materialize(module: nn.Module) -> nn.Module:
     """Gives all parameters and buffers of a module that was made within `deferred` their values, whole.
 
@@ -155,29 +127,6 @@ def materialize(module: nn.Module) -> nn.Module:
         for tensor in own_tensors(one):
             fill(tensor)
     return module
-
-
-def origin(tensor: torch.Tensor) -> str:
-    """Where a tensor is to get its values from, in words that tell other values; "" for one that has them."""
-    record = record_of(tensor)
-    if record is None:
-        return ""
-    if record.source is not None:
-        return f" from {record.source[1]}"
-    words = [_said((one.func, one.args, one.kwargs, one.state)) for one in needed([record], float("inf"))]
-    return f" made by calls with checksum {zlib.crc32(repr(words).encode()):08x}"
-
-
-def _said(tree: Any) -> str:
-    def said(leaf: Any) -> Any:
-        if isinstance(leaf, Ref):
-            return leaf.dtype, leaf.place
-        leaf = leaf.tensor if isinstance(leaf, Given) else leaf
-        if isinstance(leaf, torch.Tensor):
-            return zlib.crc32(leaf.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        return str(leaf)
-
-    return repr(map_leaves(said, tree))
 
 
 @contextmanager
@@ -205,3 +154,149 @@ def own_tensors(module: nn.Module) -> Iterator[torch.Tensor]:
     """What a module has as parameters, buffers and attributes, without the modules in it."""
     own = (module._parameters, module._buffers, vars(module))
     return (one for held in own for one in held.values() if isinstance(one, torch.Tensor))
+
+
+LIMIT = 2**16  # bytes from which on a tensor is deferred; smaller ones are made at once
+
+# Operators that write all of their first argument, whatever is in it.
+_OVERWRITE = set("copy_ fill_ zero_ uniform_ normal_ random_ exponential_ log_normal_ cauchy_ geometric_".split())
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Within, modules are made and initialised without memory: only what makes their values is recorded.
+
+    This holds for tensors of the CPU of 64 KiB and more; smaller ones are made at once. What is drawn from random
+    generators is what would be drawn otherwise, and so are the values that ranks make of their parts later: in
+    `fully_shard`, in the first call of a step under a plan of `ws.compile`, or whole, by `materialize`. Until then
+    parameters and buffers have no values, and what needs them raises an error. Initialise and convert models within.
+    """
+    mode = _Recording()
+    with _RawReads(), mode:
+        active.depth = depth() + 1
+        try:
+            yield
+        finally:
+            active.depth -= 1
+    mode.end()
+
+
+class _RawReads(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in RAW:
+            for tensor in tensors_of((args, kwargs or {})):
+                fill(tensor)
+        return func(*args, **kwargs or {})
+
+
+class _Recording(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: list[torch.UntypedStorage] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, names = kwargs or {}, argument_names(func)
+        given = list(tensors_of((args, kwargs)))
+        bound = bound_arguments(func, args, kwargs)
+        written = list(tensors_of([bound.get(names[i]) for i in written_arguments(func)]))
+        known = [one for one in given if record_of(one) is not None]
+        for one in known:
+            self._lend(one.untyped_storage())
+        target = torch.device(kwargs.get("device") or (given[0].device if given else "cpu"))
+        here = target.type == "cpu" and all(one.device.type in ("cpu", "meta") for one in given)
+        makes = "device" in names and base_name(func) != "_to_copy" and not written
+        if here and (makes or known) and all(record_of(one) is not None for one in written):
+            if is_view(func) and known:
+                return func(*args, **kwargs)
+            found = self._record(func, args, kwargs, written, small=not known)
+            if found is not None:
+                return found[0]
+        for one in written:
+            fill(one)
+        return func(*map_leaves(_with_values, args), **map_leaves(_with_values, kwargs))
+
+    def _record(self, func: Any, args: Any, kwargs: Any, written: list[Any], small: bool) -> tuple[Any] | None:
+        """Records a call, and gives what it gives, without values; None for one whose results' sizes need values.
+
+        Args:
+            small: small results are none to record.
+        """
+        originals: dict[int, torch.Tensor] = {}
+
+        def on_meta(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            made = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
+            originals[id(made)] = leaf
+            return made
+
+        meta = {"device": torch.device("meta")} if "device" in argument_names(func) else {}
+        options = {key: value for key, value in kwargs.items() if key not in ("generator", "pin_memory")}
+        try:
+            result = func(*map_leaves(on_meta, args), **map_leaves(on_meta, options) | meta)
+        except (NotImplementedError, RuntimeError):
+            return None
+        fresh = [one for one in tensors_of(result) if id(one) not in originals]
+        if not (fresh or written) or (small and sum(one.nbytes for one in fresh) < LIMIT):
+            return None
+        made = {id(one): self._without_values(one) for one in fresh}
+        first = written[0] if written and base_name(func) in _OVERWRITE else None
+        record = record_of(first) if first is not None else None
+        whole = record is not None and first is not None and first.numel() * first.itemsize == record.nbytes
+        random = torch.Tag.nondeterministic_seeded in func.tags
+        generator = kwargs.get("generator") or torch.default_generator
+        results = [ref_of(made[id(one)]) if id(one) in made else None for one in tensors_of(result)]
+        kept = {key: value for key, value in kwargs.items() if key != "generator"}
+        write = Write(
+            next(numbers), func, map_leaves(_noted, args), map_leaves(_noted, kept), results,
+            record if whole else None, generator.get_state() if random else None,
+        )  # fmt: skip
+        if write.state is not None:  # whoever draws next is to find the generator where it would be
+            generator.set_state(draw(write, replay(needed(write.reads, write.number), {}), write.state))
+        if not base_name(func).removeprefix("new_").startswith("empty"):
+            for one in [*written, *made.values()]:
+                found = record_of(one)
+                assert found is not None
+                found.writes.append(write)
+        return (map_leaves(lambda leaf: originals.get(id(leaf), made.get(id(leaf), leaf)), result),)
+
+    def _without_values(self, like: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
+        setattr(made.untyped_storage(), RECORD, Record(made.untyped_storage().nbytes()))
+        self.storages.append(made.untyped_storage())
+        return made
+
+    def _lend(self, storage: torch.UntypedStorage) -> None:
+        """Memory that nobody touches, for a tensor of an earlier context: views are checked against it."""
+        if not storage.nbytes():
+            storage.resize_(getattr(storage, RECORD).nbytes)
+            self.storages.append(storage)
+
+    def end(self) -> None:
+        """Takes the memory of what modules alone have; what else there is gets its values."""
+        holders: dict[int, dict[int, torch.Tensor]] = {}
+        modules = [one for one in gc.get_objects() if issubclass(type(one), nn.Module) and "_buffers" in vars(one)]
+        for tensor in (t for m in modules for t in own_tensors(m) if type(t) in (*GUARDS, *GUARDS.values())):
+            if record_of(tensor) is not None:
+                holders.setdefault(storage_id(storage_of(tensor)), {})[id(tensor)] = tensor
+        while self.storages:
+            storage = self.storages.pop()
+            found = [*holders.get(storage_id(storage), {}).values()]
+            if getattr(storage, RECORD) is not None and storage_uses(storage) > 1:  # the one is this object of Python
+                if storage_uses(storage) == 1 + len(found):
+                    guard(storage, found)
+                else:
+                    fill_storage(storage)
+
+
+def _noted(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if record_of(leaf) is not None:
+        return ref_of(leaf)
+    kept = leaf.detach().clone() if leaf.nbytes < LIMIT else leaf
+    return Given(kept, kept._version)
+
+
+def _with_values(leaf: Any) -> Any:
+    return values_of(leaf) if isinstance(leaf, torch.Tensor) else leaf

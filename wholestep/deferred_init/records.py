@@ -1,4 +1,4 @@
-"""What is recorded of tensors without values: the calls that make them, and how these are run, later and in part."""
+"""What is recorded of tensors without values: the calls that make them, and how these give values, also in parts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import mmap
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -188,3 +189,61 @@ def draw(write: Write, memory: _Memory, state: torch.Tensor) -> torch.Tensor:
             return torch.default_generator.get_state()
         finally:
             torch.default_generator.set_state(now)
+
+
+def values_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's values in memory of their own; an ordinary tensor itself."""
+    record = record_of(tensor)
+    if record is None:
+        return tensor
+    with plain_subclasses():
+        if record.source is not None:
+            return record.source[0](Part.whole(tensor.shape))
+        memory = replay(needed([record], float("inf")), {})
+        return ref_of(tensor).on(memory[record] if record in memory else scratch(record.nbytes))
+
+
+def part_values(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    """A part of a tensor's values, which may be a view of the whole ones: whoever keeps it makes a copy."""
+    record = record_of(tensor)
+    if record is not None and record.source is not None:
+        return record.source[0](part)
+    return values_of(tensor).detach()[part.slices]
+
+
+def fill_storage(storage: torch.UntypedStorage) -> None:
+    """Gives a storage its values by the calls that are recorded."""
+    record: Record = getattr(storage, RECORD)
+    storage.resize_(record.nbytes)
+    replay(needed([record], float("inf")), {record: storage})
+    setattr(storage, RECORD, None)
+
+
+def read_from(tensor: torch.Tensor, source: Callable[[Part], torch.Tensor], name: str) -> None:
+    """Has a tensor without values get them from elsewhere, a part where a part is asked for."""
+    record = record_of(tensor)
+    assert record is not None
+    record.source = source, name
+
+
+def origin(tensor: torch.Tensor) -> str:
+    """Where a tensor is to get its values from, in words that tell other values; "" for one that has them."""
+    record = record_of(tensor)
+    if record is None:
+        return ""
+    if record.source is not None:
+        return f" from {record.source[1]}"
+    words = [_said((one.func, one.args, one.kwargs, one.state)) for one in needed([record], float("inf"))]
+    return f" made by calls with checksum {zlib.crc32(repr(words).encode()):08x}"
+
+
+def _said(tree: Any) -> str:
+    def said(leaf: Any) -> Any:
+        if isinstance(leaf, Ref):
+            return leaf.dtype, leaf.place
+        leaf = leaf.tensor if isinstance(leaf, Given) else leaf
+        if isinstance(leaf, torch.Tensor):
+            return zlib.crc32(leaf.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return str(leaf)
+
+    return repr(map_leaves(said, tree))

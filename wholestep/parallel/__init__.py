@@ -15,10 +15,11 @@ from wholestep.parallel.comm_hooks.mean import (
     fp16_compress_hook,
     fp16_compress_wrapper,
     noop_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
 )
 from wholestep.parallel.comm_hooks.post_local_sgd import PeriodicModelAverager, PostLocalSGDState, post_localSGD_hook
 from wholestep.parallel.comm_hooks.power_sgd import PowerSGDState, batched_powerSGD_hook, powerSGD_hook
-from wholestep.parallel.comm_hooks.quantization import quantization_perchannel_hook, quantization_pertensor_hook
 from wholestep.parallel.distributed_data_parallel import DistributedDataParallel
 from wholestep.parallel.join import Join, Joinable, JoinHook
 from wholestep.parallel.sharded_modules import (

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from wholestep import comm
+from wholestep.comm.api.collectives import sparse_all_reduce
 from wholestep.comm.api.groups import world
-from wholestep.comm.api.uneven_collectives import sparse_all_reduce
 from wholestep.comm.ops.functional_collectives import cores_are_busy
 from wholestep.parallel.buckets import LARGE_BYTES, Bucket, GradBucket, bucket_assignment
-from wholestep.parallel.comm_hooks.ordered import Hook
+from wholestep.parallel.comm_hooks.mean import Hook
 from wholestep.parallel.equal_models import noted
 from wholestep.parallel.logging_data import StepTimes
 from wholestep.torch_compat import skipped_by_dynamo

@@ -16,8 +16,7 @@ from wholestep.deferred_init import materialize
 from wholestep.errors import UnsupportedError
 from wholestep.marks import set_bucket
 from wholestep.parallel.buckets import FIRST_BUCKET_BYTES
-from wholestep.parallel.comm_hooks.mean import BUILTIN_HOOKS
-from wholestep.parallel.comm_hooks.ordered import Hook
+from wholestep.parallel.comm_hooks.mean import BUILTIN_HOOKS, Hook
 from wholestep.parallel.equal_models import noted, require_equal_models
 from wholestep.parallel.join import WITHOUT_JOIN, Join, Joinable, JoinHook
 from wholestep.parallel.logging_data import logging_data

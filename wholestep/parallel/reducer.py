@@ -15,7 +15,7 @@ from wholestep.errors import UnsupportedError
 from wholestep.marks import want_mean
 from wholestep.parallel.bucket_reduction import BucketReduction
 from wholestep.parallel.buckets import flat_as, views_of
-from wholestep.parallel.comm_hooks.ordered import value_of
+from wholestep.parallel.comm_hooks.mean import value_of
 from wholestep.parallel.equal_models import noted
 from wholestep.parallel.join import WITHOUT_JOIN
 from wholestep.parallel.outputs import nodes_behind

@@ -5,5 +5,4 @@ May import: aot_autograd, comm, errors, functional, ir, lower, nested, spmd.
 """
 
 from wholestep.report.explanation import Explanation, Stage, code, explain, explain_segments
-from wholestep.report.missing_rules import MissingRule
-from wholestep.report.traffic_and_memory import Memory, Traffic
+from wholestep.report.traffic_and_memory import Memory, MissingRule, Traffic

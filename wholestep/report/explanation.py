@@ -15,8 +15,16 @@ import torch
 from wholestep.aot_autograd.recompute_costs import is_free, seconds
 from wholestep.functional import Decided
 from wholestep.ir import StepGraph, info
-from wholestep.report.missing_rules import MissingRule, missing_rules
-from wholestep.report.traffic_and_memory import KINDS, Memory, Traffic, collective_traffic, memory_of, per_axis
+from wholestep.report.traffic_and_memory import (
+    KINDS,
+    Memory,
+    MissingRule,
+    Traffic,
+    collective_traffic,
+    memory_of,
+    missing_rules,
+    per_axis,
+)
 
 PLACES = 12  # places shown for each axis; the data has all
 

@@ -1,4 +1,4 @@
-"""What a rank sends, the collectives of its graph with bytes and places, and its peak memory by what it is for."""
+"""What a rank sends, with bytes and places; operators without a sharding rule; peak memory by what it is for."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from torch import fx
 
 from wholestep import comm
 from wholestep.errors import GraphError
-from wholestep.ir import InputKind, Phase, StepGraph, arguments, info, is_communication
+from wholestep.ir import GETITEM, InputKind, Phase, StepGraph, arguments, info, is_communication, nbytes
 from wholestep.lower.plan.peak_memory import peak_usage
 from wholestep.nested import tensors_of
+from wholestep.spmd.expand.graph_edits import sharding_constraint
+from wholestep.spmd.rules import name_of, rule_of
 
 
 @dataclass(frozen=True)
@@ -192,8 +194,8 @@ def memory_of(step: StepGraph) -> Memory:
     found = peak_usage(step)
     kinds = {node.name: item.kind for node, item in zip(step.placeholders, step.signature.inputs, strict=True)}
     gradients = {name for g in step.signature.gradients for name in (g.before, g.after)}
-    for nodes, nbytes in found.live:
-        held[_class_of(nodes, gradients, kinds)] += nbytes
+    for nodes, size in found.live:
+        held[_class_of(nodes, gradients, kinds)] += size
     phase, place = (info(found.at).phase, origin(found.at)) if found.at is not None else ("forward", ("", ""))
     return Memory(held, phase, *place, found.arena)
 
@@ -214,3 +216,40 @@ def _behind(node: fx.Node) -> fx.Node:
     while node.op == "call_function" and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
+
+
+@dataclass(frozen=True)
+class MissingRule:
+    """Calls of one operator without a rule.
+
+    Attributes:
+        operator: its name, as in the table of rules.
+        count: of its calls.
+        nbytes: of the whole operands, which every rank must have for them.
+        where, module: of the first call.
+    """
+
+    operator: str
+    count: int
+    nbytes: int
+    where: str
+    module: str
+
+
+def missing_rules(step: StepGraph) -> list[MissingRule]:
+    """The operators without a rule in a graph of the whole step, those with most bytes first."""
+    found: dict[str, MissingRule] = {}
+    for node in step.graph.nodes:
+        if node.op != "call_function" or node.target in (GETITEM, sharding_constraint) or not _has_tensors(node):
+            continue
+        if rule_of(node.target) is None:
+            name, record = name_of(node.target), info(node)
+            old = found.get(name, MissingRule(name, 0, 0, record.where, record.module))
+            taken = sum(nbytes(info(operand).value) for operand in node.all_input_nodes)
+            found[name] = replace(old, count=old.count + 1, nbytes=old.nbytes + taken)
+    return sorted(found.values(), key=lambda one: -one.nbytes)
+
+
+def _has_tensors(node: fx.Node) -> bool:
+    taken = any(next(tensors_of(info(o).value), None) is not None for o in node.all_input_nodes)
+    return taken and next(tensors_of(info(node).value), None) is not None

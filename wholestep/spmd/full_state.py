@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from wholestep import comm
+from wholestep.comm.api.collectives import all_gather_rows
 from wholestep.comm.api.object_collectives import gathered_objects
-from wholestep.comm.api.uneven_collectives import all_gather_rows
 from wholestep.errors import PlanError
 from wholestep.tensor_parts import Part, mark_states, part_of
 

@@ -12,7 +12,6 @@ from wholestep.comm.api import checks, collectives, p2p
 from wholestep.comm.api.groups import get_group
 from wholestep.comm.api.issue import Group, group_root
 from wholestep.comm.api.tracing import not_recorded
-from wholestep.comm.api.uneven_collectives import all_gather_rows
 
 
 def _pack(value: Any) -> torch.Tensor:
@@ -26,7 +25,7 @@ def _unpack(data: torch.Tensor) -> Any:
 @not_recorded
 def gathered_objects(obj: Any, group: Group = None) -> list[Any]:
     """Every rank's object, by rank."""
-    return [_unpack(data) for data in all_gather_rows(_pack(obj), group)]
+    return [_unpack(data) for data in collectives.all_gather_rows(_pack(obj), group)]
 
 
 def first_difference(everybody: Sequence[Sequence[Any]]) -> tuple[int, int, Any, Any] | None:

@@ -1,18 +1,69 @@
-"""Communication hooks that average a bucket: as it is, in 16 bits, or not at all; and wrappers of other hooks.
+"""Communication hooks that average a bucket: as it is, in 16 or 8 bits, or not at all; and wrappers of other hooks.
 
-A hook is a function of a state and a bucket, ours or torch's, that gives a future of the reduced gradients.
+A hook is a function of a state and a bucket, ours or torch's, that gives a future of the reduced gradients. What it
+sends in several steps is sent beside the backward, in the same order on all ranks.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from wholestep import comm
-from wholestep.parallel.comm_hooks.ordered import Hook, communication_hook, in_order, value_of
+from wholestep.comm.api.groups import in_this_world
+from wholestep.comm.api.tracing import is_captured
+from wholestep.comm.engines.work_queue import WorkQueue
 
+Hook = Callable[[Any, Any], torch.futures.Future]
 Group = comm.ProcessGroup | None
+
+_queues: weakref.WeakKeyDictionary[comm.ProcessGroup, WorkQueue] = weakref.WeakKeyDictionary()
+
+
+def communication_hook(hook: Hook) -> Hook:
+    """Decorator: torch's wrapper, too, takes the hook, as it does those whose arguments have no annotations."""
+    hook.__annotations__.clear()
+    return hook
+
+
+def in_order(group: comm.ProcessGroup, function: Callable[[], torch.Tensor]) -> torch.futures.Future:
+    """Calls the function on a thread of the group's, after those that were given before.
+
+    What the functions send is so in one order on all ranks, however long each takes.
+
+    Returns:
+        A future of the result; of the exception that the function raised, where it does.
+    """
+    ended: torch.futures.Future = torch.futures.Future()
+    if is_captured():  # a program has one order
+        ended.set_result(function())
+        return ended.then(value_of)
+    called = in_this_world(function)
+
+    def step() -> None:
+        try:
+            ended.set_result(called())
+        except Exception as failure:  # noqa: BLE001 - whatever it is belongs to who waits
+            ended.set_result(failure)
+
+    _queues.setdefault(group, WorkQueue()).start("communication hook", step, [], async_op=True)
+    return ended.then(value_of)
+
+
+def value_of(future: torch.futures.Future) -> Any:
+    """The one tensor that a future of a hook or of a collective has.
+
+    Raises:
+        Exception: what the communication failed with.
+    """
+    value = future.value()
+    if isinstance(value, Exception):
+        raise value
+    return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
 
 
 def mean(tensor: torch.Tensor, group: comm.ProcessGroup) -> torch.Tensor:
@@ -74,3 +125,42 @@ def fp16_compress_wrapper(hook: Hook) -> Hook:
 def bf16_compress_wrapper(hook: Hook) -> Hook:
     """The hook, on the bucket as bfloat16."""
     return _wrapper(torch.bfloat16, hook)
+
+
+# Of gradients in eight bits, with a scale and a zero point for each channel. Every rank sends its numbers to all, which
+# then add up what they stand for: for few ranks and slow connections.
+LEVELS = 255
+
+
+@communication_hook
+def quantization_pertensor_hook(process_group: Group, bucket: Any) -> torch.futures.Future:
+    """The mean of the gradients in eight bits, with one scale and zero point for the bucket."""
+    return _quantized(process_group, bucket, bucket.buffer().numel())
+
+
+@communication_hook
+def quantization_perchannel_hook(process_group: Group, bucket: Any, bucket_size: int = 512) -> torch.futures.Future:
+    """The same with a scale and a zero point for each ``bucket_size`` elements."""
+    return _quantized(process_group, bucket, bucket_size)
+
+
+def _quantized(process_group: Group, bucket: Any, channel: int) -> torch.futures.Future:
+    group, buffer = comm.get_group(process_group), bucket.buffer()
+    padded = torch.nn.functional.pad(buffer, (0, -len(buffer) % channel)).view(-1, channel)
+    return in_order(group, partial(_mean_of_codes, buffer, padded, group))
+
+
+def _mean_of_codes(buffer: torch.Tensor, channels: torch.Tensor, group: comm.ProcessGroup) -> torch.Tensor:
+    """The buffer becomes the mean of all ranks' channels: [channels, elements of a channel]."""
+    low, high = channels.amin(1, keepdim=True).clamp(max=0), channels.amax(1, keepdim=True).clamp(min=0)
+    scale = ((high - low) / LEVELS).float().clamp(min=torch.finfo(torch.float32).eps)
+    zero = (-(low / scale).round()).clamp(0, LEVELS).float()
+    codes = ((channels / scale).round() + zero).clamp(0, LEVELS).to(torch.uint8)
+    about = torch.stack([scale, zero])
+    all_about, all_codes = about.new_empty(group.size(), *about.shape), codes.new_empty(group.size(), *codes.shape)
+    comm.all_gather_into_tensor(all_about, about, group)
+    comm.all_gather_into_tensor(all_codes, codes, group)
+    total = torch.zeros_like(channels, dtype=torch.float32)
+    for (scale, zero), codes in zip(all_about, all_codes, strict=True):
+        total += scale * (codes.float() - zero)
+    return buffer.copy_(total.view(-1)[: len(buffer)] / group.size())

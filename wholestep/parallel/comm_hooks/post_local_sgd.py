@@ -14,8 +14,7 @@ from wholestep import comm
 from wholestep.comm.api.object_collectives import gathered_objects
 from wholestep.comm.engines.shm_segment import host_identity
 from wholestep.parallel.buckets import views_of
-from wholestep.parallel.comm_hooks.mean import Group, allreduce_hook, mean, noop_hook
-from wholestep.parallel.comm_hooks.ordered import communication_hook
+from wholestep.parallel.comm_hooks.mean import Group, allreduce_hook, communication_hook, mean, noop_hook
 
 
 class PostLocalSGDState:

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from wholestep import comm
-from wholestep.parallel.comm_hooks.mean import allreduce_hook, mean
-from wholestep.parallel.comm_hooks.ordered import communication_hook, in_order
+from wholestep.parallel.comm_hooks.mean import allreduce_hook, communication_hook, in_order, mean
 
 HALVES = torch.float16, torch.bfloat16
 
