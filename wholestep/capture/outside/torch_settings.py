@@ -129,19 +129,29 @@ def _calls_c(function: Callable[..., Any]) -> bool:
     return isinstance(function, FunctionType) and "_C" in function.__code__.co_names
 
 
+_searched: dict[str, int] = {}  # torch's modules, and how many attributes each had when it was searched
+_found: dict[tuple[str, str], tuple[ModuleType, str, Callable[..., Any]]] = {}
+_WANTED = {id(f): f for f in (*GETTERS, *(setter for _, setter in SETTERS.values()))}
+
+
 @functools.lru_cache(maxsize=1)
 def _holders(modules: int) -> list[tuple[ModuleType, str, Callable[..., Any]]]:
-    """The attributes of torch's modules that are such functions.
+    """The attributes of torch's modules that are such functions; each module is searched when it is new.
 
     Args:
         modules: how many are loaded.
     """
-    wanted = {id(f): f for f in (*GETTERS, *(setter for _, setter in SETTERS.values()))}
-    loaded = [module for name, module in list(sys.modules.items()) if name.split(".")[0] == "torch"]
-    tables = {id(vars(module)): module for module in loaded if isinstance(module, ModuleType)}
-    holders = [module for module in tables.values() if not wanted.keys().isdisjoint(map(id, [*vars(module).values()]))]
-    members = [(module, name, id(value)) for module in holders for name, value in list(vars(module).items())]
-    return [(module, name, wanted[value]) for module, name, value in members if value in wanted]
+    for path, module in list(sys.modules.items()):
+        if path.split(".")[0] != "torch" or not isinstance(module, ModuleType):
+            continue
+        members = vars(module)
+        if _searched.get(path) == len(members):
+            continue
+        _searched[path] = len(members)
+        for name, value in list(members.items()):
+            if id(value) in _WANTED:
+                _found[module.__name__, name] = module, name, _WANTED[id(value)]
+    return [*_found.values()]
 
 
 def _shown(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
