@@ -13,8 +13,9 @@ PROPERTIES := $(shell grep -rl '^@given' tests --include='test_*.py')
 NATIVE := $(wildcard setup.py wholestep/*/*/native/*.c wholestep/*/*/native/*.h)
 # torch goes first and by its range alone, so that pip prefers a CPU build where one is at hand
 TORCH  := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
-# one thread a worker: the workers and the ranks they start are what fills the cores
-LIMIT  := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# one thread a worker: the workers and the ranks they start are what fills the cores; bytecode is kept, since tests start
+# hundreds of interpreters, each of which would compile the package again
+LIMIT  := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 
 .PHONY: demo test lint types check bench bench-quick soak test-long test-ops test-spmd test-parallel image clean
 

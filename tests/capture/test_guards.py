@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from torch import nn
 import wholestep as ws
 from wholestep.capture import Binder, GuardFailure, snapshot
 from wholestep.capture.snapshot.snapshot import Snapshot
+from wholestep.capture.sources import FUNCTION, Item, Source, Vars
 from wholestep.errors import CaptureError
 
 
@@ -472,3 +474,25 @@ def test_what_stands_in_a_class_besides_functions_and_values(name: str) -> None:
             assert vars(mine) == vars(theirs)
         change(mine)
         change(theirs)
+
+
+def test_threads_that_name_sources_of_each_others_kind_do_not_wait_for_each_other() -> None:
+    class Meeting(Source):
+        """Has both threads in the middle of a name before either goes on to a name of the other's kind."""
+
+        def __init__(self, then: Source) -> None:
+            self.then = then
+
+        @property
+        def path(self) -> str:  # type: ignore[override]
+            meeting.wait(10)
+            return self.then.path
+
+    meeting, found = threading.Barrier(2), []
+    ends = [Item(Meeting(Vars(FUNCTION)), 0), Vars(Meeting(Item(FUNCTION, 0)))]
+    threads = [threading.Thread(target=lambda one=one: found.append(one.path), daemon=True) for one in ends]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert {*found} == {"fn.__dict__[0]", "fn[0].__dict__"}

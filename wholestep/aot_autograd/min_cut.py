@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array, lil_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+import scipy  # whose parts are imported when they are first used, which takes a third of a second
 
 LARGEST = 2**31 - 2  # scipy's flows are 32-bit numbers
 
@@ -57,14 +55,15 @@ def cheapest(values: Sequence[Value]) -> list[int]:
     source, sink = 2 * len(values), 2 * len(values) + 1
     heads, tails = [h for h, _, _ in edges], [t for _, t, _ in edges]
     capacities = np.array([infinite if p is None else p for p in prices], dtype=np.int32)
-    graph = csr_array((capacities, (heads, tails)), shape=(sink + 1, sink + 1), dtype=np.int32)
-    flow = maximum_flow(graph, source, sink)
+    graph = scipy.sparse.csr_array((capacities, (heads, tails)), shape=(sink + 1, sink + 1), dtype=np.int32)
+    flow = scipy.sparse.csgraph.maximum_flow(graph, source, sink)
     if flow.flow_value >= infinite:
         raise ValueError("a value that is needed later can be neither kept nor made again")
-    left = csr_array(graph - flow.flow)
+    left = scipy.sparse.csr_array(graph - flow.flow)
     left.data = np.where(left.data > 0, left.data, 0)
     left.eliminate_zeros()
-    late = set(breadth_first_order(csr_array(left.T), sink, return_predecessors=False).tolist())
+    backwards = scipy.sparse.csr_array(left.T)
+    late = set(scipy.sparse.csgraph.breadth_first_order(backwards, sink, return_predecessors=False).tolist())
     return [i for i in range(len(values)) if 2 * i not in late and 2 * i + 1 in late]
 
 
@@ -139,29 +138,29 @@ def least_time(
         soft: where not all limits can hold, gives a set that exceeds them least.
     """
     count = len(values)
-    above = LinearConstraint(
+    above = scipy.optimize.LinearConstraint(
         np.array([[*limit.kept, *limit.remade, -1.0] for limit in limits]), -np.inf, [limit.most for limit in limits]
     )
     bounds = [float(v.keep is not None) for v in values] + [float(v.remake is not None) for v in values]
-    found = milp(
+    found = scipy.optimize.milp(
         c=np.concatenate([np.full(count, 1e-9), np.asarray(seconds) * 1e6, [PENALTY * 1e6 * (sum(seconds) + 1e-6)]]),
         integrality=np.concatenate([np.ones(count), np.zeros(count + 1)]),
-        bounds=Bounds(0, [*bounds, np.inf if soft else 0.0]),
+        bounds=scipy.optimize.Bounds(0, [*bounds, np.inf if soft else 0.0]),
         constraints=[_at_hand(values), above],
         options={"mip_rel_gap": GAP, "time_limit": patience},
     )
     return None if found.x is None else [index for index in range(count) if found.x[index] > 0.5]
 
 
-def _at_hand(values: Sequence[Value]) -> LinearConstraint:
+def _at_hand(values: Sequence[Value]) -> scipy.optimize.LinearConstraint:
     """k + m >= 1 for wanted values; k + m >= the m of each value made from them."""
     count = len(values)
     needs: list[tuple[int, int | None]] = []  # a value, and one that is made from it
     for index, value in enumerate(values):
         needs += [(operand, index) for operand in value.operands] + [(index, None)] * value.wanted
-    matrix = lil_array((len(needs), 2 * count + 1))
+    matrix = scipy.sparse.lil_array((len(needs), 2 * count + 1))
     for row, (needed, reader) in enumerate(needs):
         matrix[row, [needed, count + needed]] = 1.0
         if reader is not None:
             matrix[row, count + reader] = -1.0
-    return LinearConstraint(matrix.tocsr(), [float(reader is None) for _, reader in needs], np.inf)
+    return scipy.optimize.LinearConstraint(matrix.tocsr(), [float(reader is None) for _, reader in needs], np.inf)

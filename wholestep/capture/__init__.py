@@ -8,7 +8,7 @@ tensors with a history while the step is traced. `outside/` says what a call int
 refusal. `effects/` compares what there was with what the step left, and generates the code that does it again.
 `guards/` derives what must hold from the walk, and generates the code that checks it and fetches a program's inputs.
 What no guard compares and no effect does again is refused here, with line and remedy; `step_runner.py` runs its Python.
-May import: errors, ir, patches, tensor_parts, torch_compat.
+May import: cached_property, errors, ir, patches, tensor_parts, torch_compat.
 """
 
 from wholestep.capture.effects.differences import outcome

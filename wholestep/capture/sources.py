@@ -10,11 +10,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
 
+from wholestep.cached_property import cached_property
 from wholestep.capture.container_access import base_of, item, referent
 from wholestep.capture.outside.torch_settings import READERS
 

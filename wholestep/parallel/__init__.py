@@ -2,7 +2,7 @@
 
 Takes: a module of which each rank has the same, and each rank's own batches. Gives: gradients that are the mean over
 all ranks when the backward ends, by collectives that run beside it; the bits are those of torch's wrapper.
-May import: checkpoint, comm, deferred_init, errors, marks, spmd, tensor_parts, torch_compat.
+May import: cached_property, checkpoint, comm, deferred_init, errors, marks, spmd, tensor_parts, torch_compat.
 """
 
 from wholestep.deferred_init import deferred, materialize

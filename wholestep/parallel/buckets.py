@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence, Set
 from contextlib import suppress
-from functools import cached_property
 
 import torch
 
 from wholestep import comm
+from wholestep.cached_property import cached_property
 from wholestep.torch_compat import storage_uses
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that communication begins early in the backward

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from wholestep.aot_autograd.tangent_layouts import (
     specialized,
     without_last_views,
 )
+from wholestep.cached_property import cached_property
 from wholestep.ir import StepGraph, info
 from wholestep.patches import suspended
 from wholestep.torch_compat import no_modes

@@ -2,8 +2,8 @@
 
 Takes the graph of one step and what a plan says about each mesh axis. Gives the graph that each rank runs, and
 `PlanExecutor`, which brings the ranks to one start before they run it.
-May import: capture, comm, deferred_init, errors, fake_evaluate, fake_layouts, functional, inline, ir, marks, nested,
-tensor_parts, torch_compat, trace.
+May import: cached_property, capture, comm, deferred_init, errors, fake_evaluate, fake_layouts, functional, inline, ir,
+marks, nested, tensor_parts, torch_compat, trace.
 """
 
 from wholestep.spmd.expand.calls import Call

@@ -7,12 +7,12 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from wholestep.cached_property import cached_property
 from wholestep.ir import Input, Phase, StepGraph, info, is_communication, is_effectful
 from wholestep.tensor_parts import part_of
 from wholestep.torch_compat import FakeTensor, OpOverload
