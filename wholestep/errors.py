@@ -41,11 +41,11 @@ class CaptureError(WholestepError, RuntimeError):
 
     Args:
         what: one sentence: what was found, against what is required.
-        where: the user's ``file:line`` (empty when there is none).
         remedy: what to do about it.
+        where: the user's ``file:line``; where it is empty, tracing gives it that of the code that led there.
     """
 
-    def __init__(self, what: str, where: str = "", remedy: str = "") -> None:
+    def __init__(self, what: str, remedy: str = "", where: str = "") -> None:
         self.what, self.remedy = what, remedy
         self.locate(where)
 

@@ -67,9 +67,8 @@ class Inliner(TorchDispatchMode):
             if result is not NotImplemented:
                 return result
         if self.table and func._schema.is_mutable:
-            raise UnsupportedError(
-                f"the decomposition of {self.call.target} writes in place, by {func}", self.record.where
-            )
+            what = f"the decomposition of {self.call.target} writes in place, by {func}"
+            raise UnsupportedError(what, where=self.record.where)
         result = func(*args, **(kwargs or {}))
         with self.gm.graph.inserting_before(self.call):
             if (

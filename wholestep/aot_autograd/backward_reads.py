@@ -66,8 +66,8 @@ def refusing_reads(nodes: Iterable[Any], hooks_before: int) -> Iterator[None]:
     for path, code in found:
         raise UnsupportedError(
             f"{code.co_name} runs in the backward of a compiled function and reads {path}, which may change until then",
-            f"{code.co_filename}:{code.co_firstlineno}",
             "compile the whole step, its backward() included, or keep the value in the context or in a tensor",
+            f"{code.co_filename}:{code.co_firstlineno}",
         )
 
 

@@ -135,8 +135,8 @@ class CompiledBackward(ContextDecorator):
         if create:
             raise UnsupportedError(
                 "a backward with create_graph=True inside of compiled_backward: its result would have no history",
-                user_line(),
                 "call it outside of the context",
+                user_line(),
             )
         graph = run, roots, grads, inputs, flags["accumulate_grad"]
         try:

@@ -185,8 +185,8 @@ def _refuse_retained(outputs: list[Output]) -> None:
         if kept.retains_grad and kept.grad is None and any(reach(node, [kept.grad_fn]) for node in others):
             raise UnsupportedError(
                 "retain_grad() on a result that other results of a compiled function are made of",
-                made_at(kept),
                 "call backward() inside of the function too, or make them outside of it",
+                made_at(kept),
             )
 
 
@@ -197,8 +197,8 @@ def _refuse(collector: OutputCollector, refused: list[tuple[Output, str]]) -> No
             collector.change(output.alias, refusal=why)
         elif why.startswith("Trying to backward"):
             assert output.input is not None
-            raise LeakError(f"{output.input.source} {IN_PLACE}", made_at(output.tensor),
-                            "detach what you add, as in total += loss.detach()")
+            remedy = "detach what you add, as in total += loss.detach()"
+            raise LeakError(f"{output.input.source} {IN_PLACE}", remedy, made_at(output.tensor))
 
 
 def _gradients(
@@ -219,7 +219,7 @@ def _gradients(
         if all(is_library(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
             raise
         what = f"its backward raises {type(error).__name__}: {error}"
-        raise UnsupportedError(what, line_of(error), "call backward() inside of the function") from error
+        raise UnsupportedError(what, "call backward() inside of the function", line_of(error)) from error
     kept = []
     for index, output in enumerate(outputs):
         try:

@@ -178,8 +178,8 @@ class CoRun:
             if full:
                 raise CaptureError(
                     f"the step's segments needed {MAX_PROGRAMS} programs; operators differ from call to call again",
-                    user_line(),
                     "keep the number of branches and sizes small, or compile a smaller part of the step",
+                    user_line(),
                 )
             program = self._ranks.compile(segment, tensors, numbers, varying)
         else:

@@ -19,7 +19,6 @@ from torch import fx
 
 from wholestep.errors import UnsupportedError
 from wholestep.ir import is_dense
-from wholestep.trace.record.provenance import user_line
 
 aten = torch.ops.aten
 Emit = Callable[..., fx.Node]
@@ -168,7 +167,7 @@ class Ref:
         """The node that holds this tensor's content now."""
         if any(other.generation != then for other, then in self.storage.given):
             what = "a read of memory that an assignment to .data gave to another tensor, which was written since"
-            raise UnsupportedError(what, user_line(), "read the tensor that was given it")
+            raise UnsupportedError(what, "read the tensor that was given it")
         outdated: list[Ref] = []
         ref: Ref | None = self
         while ref is not None and (ref.node is None or ref.generation != ref.storage.generation):
@@ -206,7 +205,7 @@ class Ref:
             ref, new = whole, whole._converted(new)
         if ref.storage.moved:
             what = "a write through a view of memory that was given away by an assignment to .data"
-            raise UnsupportedError(what, user_line(), "write to the tensor that was given it")
+            raise UnsupportedError(what, "write to the tensor that was given it")
         ref.storage.value = new
         ref.storage.generation += 1
         ref.node, ref.generation = new, ref.storage.generation

@@ -19,7 +19,6 @@ from wholestep.trace.operators import tables
 from wholestep.trace.operators.tables import Variant
 from wholestep.trace.record.graph_builder import fake_value
 from wholestep.trace.record.inputs import Inputs
-from wholestep.trace.record.provenance import user_line
 
 aten = torch.ops.aten
 
@@ -181,11 +180,8 @@ class Mutations:
     def _check_geometry(self, func: Any, tensor: torch.Tensor) -> None:
         geometry, now = self.inputs.ref(tensor).geometry, self.inputs.fake(tensor)
         if not geometry.holds(now):
-            raise UnsupportedError(
-                f"{func} resized {self.inputs.describe(tensor)} from {list(geometry.shape)} to {list(now.shape)}",
-                user_line(),
-                "give it an output of the right shape",
-            )
+            what = f"{func} resized {self.inputs.describe(tensor)} from {list(geometry.shape)} to {list(now.shape)}"
+            raise UnsupportedError(what, "give it an output of the right shape")
 
 
 def _refuse_resizing(given: list[Any]) -> None:
@@ -193,7 +189,7 @@ def _refuse_resizing(given: list[Any]) -> None:
     (x, _, _, *statistics), axis, by_rows = given[:7], given[10], given[11]
     if by_rows and any(each.shape != (x.shape[axis],) for each in statistics):
         what = "fake quantisation by rows resizes its statistics when it first observes"
-        raise UnsupportedError(what, user_line(), "run the model once before the step is compiled")
+        raise UnsupportedError(what, "run the model once before the step is compiled")
 
 
 def _refuse_repeats(func: OpOverload, places: list[Geometry]) -> None:
@@ -211,7 +207,7 @@ def _refuse_repeats(func: OpOverload, places: list[Geometry]) -> None:
 
 
 def _refuse_expanded(func: OpOverload) -> NoReturn:
-    raise UnsupportedError(f"{func} writes to an expanded tensor", user_line(), "clone it first")
+    raise UnsupportedError(f"{func} writes to an expanded tensor", "clone it first")
 
 
 def _permutes(refs: list[Ref], news: list[fx.Node]) -> bool:

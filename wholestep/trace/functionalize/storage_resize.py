@@ -17,7 +17,6 @@ from wholestep.patches import Replacement
 from wholestep.torch_compat import FakeTensor, storage_id
 from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
 from wholestep.trace.record.inputs import Inputs, TracedInput
-from wholestep.trace.record.provenance import user_line
 
 aten = torch.ops.aten
 OWNERS = ("untyped_storage", "storage")  # methods of a tensor that give its storage
@@ -60,7 +59,7 @@ class StorageSizes:
     def of(self, tensor: torch.Tensor) -> StorageSize:
         """The size of the storage of an input."""
         if isinstance(tensor, FakeTensor):
-            raise UnsupportedError("a tensor of symbolic size is asked for its memory", user_line())
+            raise UnsupportedError("a tensor of symbolic size is asked for its memory")
         item, storage = self._inputs.of(tensor), tensor.untyped_storage()
         if storage_id(storage) not in self._known:
             self._known[storage_id(storage)] = StorageSize(item, _nbytes(storage), _nbytes(storage))
@@ -74,7 +73,7 @@ class StorageSizes:
         needed = (here.offset + here.extent) * here.dtype.itemsize if elements(here.shape) else 0
         if 0 < size < needed:
             what = f"the memory of {known.item.source} is resized to {size} bytes, of which it needs {needed}"
-            raise UnsupportedError(what, user_line(), "resize it to 0, or to all that the tensor needs")
+            raise UnsupportedError(what, "resize it to 0, or to all that the tensor needs")
         grown = known.now < needed <= size
         known.now = size
         if grown and elements(here.shape):
@@ -100,13 +99,13 @@ class StorageSizes:
             elif storage.device.type == "meta":  # of a tensor that the step made
                 _resize(storage, size)
             else:
-                raise UnsupportedError("a storage is resized that belongs to no tensor in reach", user_line())
+                raise UnsupportedError("a storage is resized that belongs to no tensor in reach")
             return storage
 
         def nbytes(storage: torch.UntypedStorage) -> int:
             known, caller = self._known.get(storage_id(storage)), sys._getframe(1).f_globals.get("__name__")
             if known is None and storage.device.type != "meta" and not str(caller).startswith(DESCRIBERS):
-                raise UnsupportedError("the size of a storage is read that belongs to no tensor in reach", user_line())
+                raise UnsupportedError("the size of a storage is read that belongs to no tensor in reach")
             return known.now if known is not None else _nbytes(storage)
 
         sized = [(torch.UntypedStorage, name, nbytes) for name in ("nbytes", "size", "__len__")]
@@ -121,5 +120,5 @@ def _beside(first: TracedInput, other: TracedInput, tensor: torch.Tensor) -> Ref
     fits = whole.is_dense and here.dtype == whole.dtype and 0 <= offset
     if not fits or offset + here.extent > whole.extent:
         what = f"{first.source} and {other.source} overlap in memory that is not there yet"
-        raise UnsupportedError(what, user_line(), "take views after the memory is there")
+        raise UnsupportedError(what, "take views after the memory is there")
     return first.ref.strided(here)

@@ -17,7 +17,6 @@ from wholestep.trace.functionalize.storage_resize import StorageSizes
 from wholestep.trace.numbers.symbolic_sizes import is_made
 from wholestep.trace.operators.tables import functional_view
 from wholestep.trace.record.inputs import Inputs
-from wholestep.trace.record.provenance import user_line
 
 aten = torch.ops.aten
 
@@ -92,11 +91,11 @@ class Views:
             self.inputs.run(view, args, kwargs)  # eager's own error first, if there is one
         if not is_made(tensor):
             what = f"{func} changes the shape of {self.inputs.describe(tensor)}, which the step did not make"
-            raise UnsupportedError(what, user_line(), "use the form that returns a view")
+            raise UnsupportedError(what, "use the form that returns a view")
         resized = func in RESIZES and self._fits(tensor, args[1])
         if view is None and not resized:
             remedy = "make a new tensor; send objects (torch.distributed.all_gather_object) outside of the step"
-            raise UnsupportedError(f"{func} changes which memory a tensor uses", user_line(), remedy)
+            raise UnsupportedError(f"{func} changes which memory a tensor uses", remedy)
         base = self.inputs.ref(tensor)
         before = replace(base)
         if base.storage.root is base:

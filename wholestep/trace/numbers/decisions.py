@@ -31,6 +31,7 @@ from wholestep.patches import suspended
 from wholestep.torch_compat import FakeTensor, OpOverload, below_autograd, lazy_graph_module, no_modes
 from wholestep.trace.numbers.symbolic_sizes import decided, hinted
 from wholestep.trace.record.inputs import Inputs, TracedInput
+from wholestep.trace.record.provenance import user_line
 
 aten = torch.ops.aten
 
@@ -90,9 +91,9 @@ def follows_from_numbers(nodes: Iterable[fx.Node]) -> bool:
     return len(needed) <= MAX_NODES and _is_constant(needed)
 
 
-def unknown(line: str) -> DataDependentError:
+def unknown() -> DataDependentError:
     """The error of a decision on what is only known when the step runs."""
-    return DataDependentError("Python decides on a value that is only known when the step runs", line, REMEDY)
+    return DataDependentError("Python decides on a value that is only known when the step runs", REMEDY)
 
 
 def can_be_known(nodes: set[fx.Node], is_data: Callable[[fx.Node], bool]) -> bool:
@@ -185,7 +186,7 @@ class RealValues:
         self.decided: list[fx.Node] = []
         self._states: dict[torch.Generator, torch.Tensor] = {}  # where the draws so far have moved generators to
 
-    def of(self, node: fx.Node, line: str) -> Any:
+    def of(self, node: fx.Node) -> Any:
         """The value of a node, which runs what it follows from, and all draws so far in their order.
 
         Raises:
@@ -199,7 +200,7 @@ class RealValues:
         with suspended(), no_modes(), below_autograd(), self._generators() if drawn else nullcontext():
             for each in nodes:
                 if each in needed and each not in self._values:
-                    self._values[each] = self._run(each, real, line)
+                    self._values[each] = self._run(each, real)
         return self._values[node]
 
     def assumed(self, node: fx.Node) -> bool:
@@ -223,13 +224,13 @@ class RealValues:
         real: dict[fx.Node, Any] = {item.node: item.value for item in self.inputs.items}
         return real | {item.node: found[item.source.path] for item in fakes if item.source.path in found}
 
-    def _run(self, node: fx.Node, real: dict[fx.Node, Any], line: str) -> Any:
+    def _run(self, node: fx.Node, real: dict[fx.Node, Any]) -> Any:
         if node.op == "get_attr":
             return self.builder.constants[str(node.target)]
         if node.op == "placeholder":
             if node not in real or isinstance(real[node], FakeTensor):
                 what = "Python decides on a value that the step has not made yet, or on a gradient to come"
-                raise DataDependentError(what, line, "use torch.where")
+                raise DataDependentError(what, "use torch.where")
             return real[node]
         assert callable(node.target)
         args, kwargs = fx.map_arg(hinted((node.args, dict(node.kwargs))), self._values.__getitem__)
@@ -252,7 +253,7 @@ class RealValues:
             for generator, state in before.items():
                 generator.set_state(state)
 
-    def guard(self, node: fx.Node, nodes: set[fx.Node], found: Any, line: str) -> Predicate:
+    def guard(self, node: fx.Node, nodes: set[fx.Node], found: Any) -> Predicate:
         """A guard on a value that was found, which follows from some nodes.
 
         Raises:
@@ -261,7 +262,7 @@ class RealValues:
         for source in self.parts(nodes):
             what = f"Python decides on the values of {source}, of which each rank holds a part"
             ways = "use torch.where, decide outside of the step, or give every rank the whole batch: "
-            raise DataDependentError(what, line, f"{ways}batch=ws.Replicate()")
+            raise DataDependentError(what, f"{ways}batch=ws.Replicate()")
         graph, copies = copy_graph([old for old in node.graph.nodes if old in nodes])
         for copied in graph.nodes:
             copied.args = decided(copied.args)
@@ -270,13 +271,13 @@ class RealValues:
         places = {item.node: index for index, item in enumerate(self.inputs.items)}
         positions = tuple(places[old] for old in copies if old.op == "placeholder")
         text = in_words(node, nodes, self.inputs.items)
-        return Predicate(lazy_graph_module(self.builder.constants, graph), positions, found, text, line)
+        return Predicate(lazy_graph_module(self.builder.constants, graph), positions, found, text, user_line())
 
-    def expect(self, operand: fx.Node, found: Any, line: str) -> None:
+    def expect(self, operand: fx.Node, found: Any) -> None:
         """Ends the program where a value is another than was found."""
         order = {n: i for i, n in enumerate(operand.graph.nodes)}
         latest = max([operand, *self.decided[-1:]], key=order.__getitem__)
-        target = Decided(found, len(self.decided), self._text(operand), line)
+        target = Decided(found, len(self.decided), self._text(operand), user_line())
         with operand.graph.inserting_after(latest):
             node = operand.graph.call_function(target, (operand,))
         self.decided.append(set_info(node, replace(info(latest), value=None)))
@@ -287,7 +288,7 @@ class RealValues:
         self.decided.clear()
 
 
-def refuse_repeated(nodes: Any, line: str) -> None:
+def refuse_repeated(nodes: Any) -> None:
     """Refuses a decision after what a program may not do twice: it may end there, and another one begin.
 
     Raises:
@@ -297,7 +298,7 @@ def refuse_repeated(nodes: Any, line: str) -> None:
         op = operator_of(node.target)
         if isinstance(op, OpOverload) and op.namespace not in REPEATABLE:
             what = f"Python decides on a value after {op}, which would run twice if it decided otherwise"
-            raise DataDependentError(what, line, "use torch.where, or take the decision before it")
+            raise DataDependentError(what, "use torch.where, or take the decision before it")
 
 
 def outcomes_of(graph: fx.Graph) -> tuple[str, ...]:

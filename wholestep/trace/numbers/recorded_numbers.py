@@ -56,7 +56,7 @@ class PythonCall:
         if self.numbers.call is self:
             self.numbers.call = None
             if error is None and not all(self.tokens.values()):
-                raise UnsupportedError(f"{self.function} computed with a number that may change", user_line())
+                raise UnsupportedError(f"{self.function} computed with a number that may change")
 
 
 class RecordedNumbers:
@@ -110,7 +110,7 @@ class RecordedNumbers:
         if any(map(is_caught, errors_of(function))):
             what = f"the step catches what may be raised where numbers are others, by {function.__name__}"
             remedy = "check them before, or compile without fullgraph=True"
-            raise self.refused(DataDependentError(what, user_line(), remedy))
+            raise self.refused(DataDependentError(what, remedy))
         if error is not None and known:
             raise error
         positive = type(args[0]) is float and args[0] >= 0
@@ -121,7 +121,7 @@ class RecordedNumbers:
         if key not in self._recorded:  # pure functions of numbers: the same call is the same number
             self._recorded[key] = self.builder.emit(function, nodes, value=hint)
         if isinstance(hint, (bool, complex)):
-            return self.decide(self._recorded[key], user_line())
+            return self.decide(self._recorded[key])
         return make_host(HostNode(self, self._recorded[key], hint, known))
 
     def size(self, number: Any) -> Any:
@@ -134,23 +134,23 @@ class RecordedNumbers:
         value = False if kind == torch.bool else 0.5 if kind.is_floating_point else 1  # until it is known
         node = self.builder.emit(aten._local_scalar_dense.default, (self.inputs.read(tensor),), value=value)
         if kind == torch.bool:
-            return self.decide(node, user_line())
+            return self.decide(node)
         if kind.is_complex:
-            raise DataDependentError("Python needs the value of a complex tensor", user_line())
+            raise DataDependentError("Python needs the value of a complex tensor")
         return make_host(HostNode(self, node, value, known=False))
 
     def as_list(self, tensor: torch.Tensor) -> Any:
         """`.tolist()` of a tensor that is fixed."""
         with no_modes():
             node = self.builder.emit(_read_list, (self.inputs.read(tensor),), value=[])
-            return self.decide(node, user_line(), fixed=True)
+            return self.decide(node, fixed=True)
 
     def is_fixed(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has the same values at each call."""
         with no_modes():
             return follows_from_numbers([self.inputs.read(tensor)])
 
-    def decide(self, node: fx.Node, line: str, fixed: bool = False) -> Any:
+    def decide(self, node: fx.Node, fixed: bool = False) -> Any:
         """Python needs a value now, which serves all calls, or becomes a guard or a part of the program.
 
         Args:
@@ -158,31 +158,31 @@ class RecordedNumbers:
         """
         if node not in self.decided:
             try:
-                self.decided[node] = self._value(node, line, fixed)
+                self.decided[node] = self._value(node, fixed)
             except CaptureError as error:
                 self.refused(error)
                 raise
         return self.decided[node]
 
-    def _value(self, node: fx.Node, line: str, fixed: bool) -> Any:
+    def _value(self, node: fx.Node, fixed: bool) -> Any:
         nodes = ancestors([node], MAX_NODES)
         known = fixed or can_be_known(nodes, self._is_data)
         is_bool, together = isinstance(info(node).value, bool), self.real.outcomes is not None
         if not known or (is_bool and together and not fixed and self.real.parts(nodes)):
             if not (is_bool and (self.may_decide or (known and self._has_room))):
-                raise unknown(line)
-            refuse_repeated(node.graph.nodes, line)
+                raise unknown()
+            refuse_repeated(node.graph.nodes)
             if together:
                 found = self.real.assumed(node)
-                self.real.expect(node, found, line)
+                self.real.expect(node, found)
                 return found
         if fixed:
             decided([one.args for one in nodes])  # for these sizes alone, where it follows from symbols
-        found = self.real.of(node, line)
+        found = self.real.of(node)
         if known and not fixed:
-            self.predicates[node] = self.real.guard(node, nodes, found, line)
+            self.predicates[node] = self.real.guard(node, nodes, found)
         elif not known:
-            self.real.expect(node, found, line)
+            self.real.expect(node, found)
         return found
 
     @property
@@ -194,12 +194,14 @@ class RecordedNumbers:
     def _has_room(self) -> bool:
         return len(self.real.decided) < MOST
 
-    def shape(self, node: fx.Node, line: str) -> Any:
+    def shape(self, node: fx.Node) -> Any:
         """The geometry of a call's result, as it is at each call."""
-        return geometry(self.real.of(node, line))
+        return geometry(self.real.of(node))
 
     def refused(self, error: CaptureError) -> CaptureError:
-        """Remembers an error, which ends the capture even where the step catches it."""
+        """Remembers an error, which ends the capture even where the step catches it, and the user's line."""
+        if not error.where:
+            error.locate(user_line())
         self.refusal = self.refusal or error
         return error
 
@@ -213,10 +215,10 @@ class RecordedNumbers:
             return number.hint
         fixed = follows_from_numbers([number.fx_node])
         if fixed or number.known or number.is_int():  # of ints there are few
-            return self.decide(number.fx_node, user_line(), fixed)
+            return self.decide(number.fx_node, fixed)
         remedy = f"use it in arithmetic and as operators' arguments only, return it from the step, or {OTHERWISE}"
         what = f"Python needs a number that is only known when the step runs: {how}"
-        raise self.refused(DataDependentError(what, user_line(), remedy))
+        raise self.refused(DataDependentError(what, remedy))
 
     def forget(self) -> None:
         """Lets go of numbers, of which each holds this object."""
@@ -257,7 +259,7 @@ class RecordedNumbers:
             self.call.tokens[leaf] = True
             saved_as.add(name)
         elif not any(leaf in saved_numbers(current_autograd_node(), name) for name in saved_as):
-            raise UnsupportedError(f"the step uses {leaf!r}, by which tracing knows another number", user_line())
+            raise UnsupportedError(f"the step uses {leaf!r}, by which tracing knows another number")
         return number.fx_node
 
 

@@ -19,7 +19,6 @@ from wholestep.errors import UnsupportedError
 from wholestep.patches import suspended
 from wholestep.torch_compat import CUMPROD_BY_DATA, saved_as_it_is, saved_numbers, with_autograd
 from wholestep.trace.patches.engine_hook import running
-from wholestep.trace.record.provenance import user_line
 
 Engine = Callable[..., Any]
 
@@ -77,7 +76,7 @@ def _of_product(node: Any, grad: Tensor, made: Tensor) -> Any:
     x = saved_as_it_is(node, "self")
     if x is None:
         what = "the gradient of a product of what a hook of saved tensors has packed, as in a checkpoint"
-        raise UnsupportedError(what, user_line(), "compute the product outside of it")
+        raise UnsupportedError(what, "compute the product outside of it")
     if x.dim() == 0 or x.numel() == 0:
         return None
     dim: Any = saved_numbers(node, "dim")[0]

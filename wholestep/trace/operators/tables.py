@@ -25,7 +25,6 @@ from wholestep.functional import (
     written_arguments,
 )
 from wholestep.torch_compat import OpOverload, has_native_kernel, no_modes
-from wholestep.trace.record.provenance import user_line
 
 aten = torch.ops.aten
 
@@ -200,11 +199,11 @@ def is_wait(func: OpOverload) -> bool:
     name = base_name(func)
     if func.namespace == "c10d":
         what = f"torch.distributed's {name.rstrip('_')} on a group of its own engines, which no graph can show"
-        raise UnsupportedError(what, user_line(), f"{_SHM}; or compile without fullgraph=True")
+        raise UnsupportedError(what, f"{_SHM}; or compile without fullgraph=True")
     if name in ("isend", "irecv") or func._schema.is_mutable:
         what = f"torch.distributed's {func}, which works in memory of the step's until it is waited for"
         remedy = "use all_reduce, all_gather_tensor and the like, or compile without fullgraph=True"
-        raise UnsupportedError(what, user_line(), remedy)
+        raise UnsupportedError(what, remedy)
     return name in ("wait_tensor", "_wrap_tensor_autograd")
 
 

@@ -19,7 +19,6 @@ from wholestep.trace.numbers.symbolic_sizes import is_made
 from wholestep.trace.operators.data_dependent_formulas import as_eager_sums
 from wholestep.trace.patches.tensor_sequences import CONSTRUCTORS, indexed, stacked
 from wholestep.trace.record.inputs import Inputs
-from wholestep.trace.record.provenance import user_line
 from wholestep.trace.record.recorder import Recorder
 
 # Constructors that are given data alone, of which a stack is the result.
@@ -77,7 +76,7 @@ def _by_value(calls: Calls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     if any(isinstance(given.get(key), torch.Tensor) for key in BY_VALUE[func]):
         what = f"{func.__name__} reads the values of a tensor"
-        raise DataDependentError(what, user_line(), f"give it a list of numbers, or {OTHERWISE}")
+        raise DataDependentError(what, f"give it a list of numbers, or {OTHERWISE}")
     if func not in CTC_LOSSES:
         return calls.call(func, args, kwargs)
     return _ctc_loss(calls, *args, **({"reduction": "mean"} if len(args) < 6 else {}) | kwargs)
@@ -130,7 +129,7 @@ def _deepcopy(calls: Calls, func: Any, args: tuple[torch.Tensor, dict[int, Any]]
         ref = calls.inputs.ref(tensor)
     if math.prod(ref.geometry.shape) != math.prod(ref.whole.geometry.shape):
         what = "a deep copy of a part of a tensor's memory, which copies the whole"
-        raise UnsupportedError(what, user_line(), "copy it with tensor.clone()")
+        raise UnsupportedError(what, "copy it with tensor.clone()")
     with torch.no_grad():
         copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     with no_modes():
@@ -153,7 +152,7 @@ def _set_data(calls: Calls, func: Any, args: tuple[torch.Tensor, torch.Tensor], 
     if tensor.shape != new.shape or tensor.dtype != new.dtype or tensor.stride() != new.stride():
         raise UnsupportedError(
             f"assigning .data of shape {list(new.shape)} and strides {list(new.stride())} to a tensor of shape "
-            f"{list(tensor.shape)} and strides {list(tensor.stride())} from outside of the step", user_line()
+            f"{list(tensor.shape)} and strides {list(tensor.stride())} from outside of the step",
         )
     ours = calls.inputs.ref(tensor)
     if ref.storage is ours.storage and ref.geometry == ours.geometry:
@@ -163,7 +162,6 @@ def _set_data(calls: Calls, func: Any, args: tuple[torch.Tensor, torch.Tensor], 
     if ref.storage.input is not None or ours.parent is not None or shown:
         raise UnsupportedError(
             "assigning .data, to a tensor from outside of the step, of a tensor that shares its memory with others",
-            user_line(),
             "copy it in: tensor.data.copy_(new), or tensor.data = new.clone()",
         )
     version = tensor._version
@@ -180,7 +178,7 @@ def _set_data(calls: Calls, func: Any, args: tuple[torch.Tensor, torch.Tensor], 
 
 def _scattered(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     if num_classes < 1:
-        raise DataDependentError("one_hot counts the classes in its data", user_line(), "give it num_classes")
+        raise DataDependentError("one_hot counts the classes in its data", "give it num_classes")
     zeros = torch.zeros(*tensor.shape, num_classes, dtype=tensor.dtype, device=tensor.device)
     return zeros.scatter(-1, tensor.unsqueeze(-1), 1)
 

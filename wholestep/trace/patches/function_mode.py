@@ -106,7 +106,7 @@ class TorchCalls(TorchFunctionMode):
         remedy = {**ESCAPES, **MEMORY_READS}[name] + (f", or {OTHERWISE}" if name in READABLE else "")
         owner = "Tensor" if isinstance(args[0], torch.Tensor) else type(args[0]).__name__
         what = "Cannot access data pointer" if "data_ptr" in name else "Python needs the value"
-        raise self.numbers.refused(DataDependentError(f"{what} of a tensor: {owner}.{name}", user_line(), remedy))
+        raise self.numbers.refused(DataDependentError(f"{what} of a tensor: {owner}.{name}", remedy))
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A call; with its numbers' values if it takes none that are not known, as C++ says before it computes."""
@@ -132,11 +132,11 @@ class TorchCalls(TorchFunctionMode):
         except RuntimeError as error:
             kind, name = fake_refusal(error), getattr(func, "__name__", str(func))
             if kind == "symbols" and self.recorder.builder.sizes is not None:
-                raise UnsupportedError(f"torch's own {name} asks for sizes as plain numbers", user_line()) from error
+                raise UnsupportedError(f"torch's own {name} asks for sizes as plain numbers") from error
             if kind != "memory":
                 raise
             what = f"{name} reads a tensor's memory in C++, which is only there when the step runs"
-            raise UnsupportedError(what, user_line(), "use padded tensors and masks, or call it outside") from error
+            raise UnsupportedError(what, "use padded tensors and masks, or call it outside") from error
         if type(out) in (torch.SymFloat, torch.SymInt) and isinstance(out.node, HostNode):
             return make_host(out.node)  # `.item()` came back through C++
         return out
@@ -167,7 +167,7 @@ class TorchCalls(TorchFunctionMode):
                 return answer
             if original._base is not None and self.inputs.world.find(original._base) is not None:
                 what = "the step asks whether a tensor from outside is a view of another: no guard compares that"
-                raise UnsupportedError(what, user_line(), "ask outside, and pass the answer")
+                raise UnsupportedError(what, "ask outside, and pass the answer")
             return original._base
         return self.call(func, args, kwargs)
 
@@ -196,7 +196,7 @@ class TorchCalls(TorchFunctionMode):
         if func in RECURRENT and not isinstance(args[3], (list, tuple)):
             return self.call(func, args, kwargs)
         what, remedy = REFUSED[func]
-        raise DataDependentError(f"{func.__name__} {what}", user_line(), f"{remedy}, or compile without fullgraph=True")
+        raise DataDependentError(f"{func.__name__} {what}", f"{remedy}, or compile without fullgraph=True")
 
 
 # Functions that read the sizes of a packed sequence's batches, where they are given one.

@@ -42,7 +42,6 @@ from wholestep.trace.outputs.replaced_gradients import ReplacedGradients
 from wholestep.trace.patches import generator_methods, types_asked
 from wholestep.trace.patches.engine_hook import handled
 from wholestep.trace.patches.like_updates import LikeUpdates
-from wholestep.trace.record.provenance import user_line
 from wholestep.trace.record.recorder import Recorder, refuse_higher_order
 
 
@@ -63,7 +62,7 @@ def _recorded_backward(
                 continue
             if group and recorder.builder.sizes is not None:
                 what = "sizes that are symbols in a step whose gradients a wrapper reduces"
-                raise UnsupportedError(what, user_line(), "compile with dynamic=False, or pad batches to a few sizes")
+                raise UnsupportedError(what, "compile with dynamic=False, or pad batches to a few sizes")
             if new is not old:
                 changed.append(parameter)
             note_gradient(recorder, str(recorder.inputs.of(parameter).source), grad, old, parameter.grad, group)

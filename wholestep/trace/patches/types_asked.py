@@ -26,7 +26,6 @@ from wholestep.torch_compat import FakeTensor
 from wholestep.trace.numbers.host_numbers import HostFloat, HostInt
 from wholestep.trace.numbers.symbolic_sizes import is_made
 from wholestep.trace.record.inputs import Inputs
-from wholestep.trace.record.provenance import user_line
 
 NUMBERS: dict[type, type] = {
     HostFloat: float, HostInt: int, torch.SymFloat: float, torch.SymInt: int, torch.SymBool: bool,
@@ -76,7 +75,7 @@ def _number_of(function: Callable[[Any], int], inputs: Inputs) -> Callable[[Any]
     def ask(value: Any) -> int:
         if is_another(value):
             what = f"the step asks for the {function.__name__}() of an object, another number at each call"
-            refused = DataDependentError(what, user_line(), "use another key, or ask outside of the step")
+            refused = DataDependentError(what, "use another key, or ask outside of the step")
             world.reachable.outside.refused.append(refused)
             raise refused
         return function(value)
@@ -102,8 +101,7 @@ def _asked_outside() -> bool:
 
 def _address(storage: Any) -> Any:
     if _asked_outside():
-        remedy = "ask for it outside of the step"
-        raise DataDependentError("a storage's _cdata is another number at each call", user_line(), remedy)
+        raise DataDependentError("a storage's _cdata is another number at each call", "ask for it outside of the step")
     return vars(torch.UntypedStorage.__base__)["_cdata"].__get__(storage)
 
 

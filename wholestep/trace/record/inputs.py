@@ -20,7 +20,6 @@ from wholestep.nested import leaves, map_leaves
 from wholestep.torch_compat import HOOK_TABLES, IS_VIEW, FakeTensor, fake_of, generator_id, no_modes
 from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
 from wholestep.trace.record.graph_builder import GraphBuilder, fake_value
-from wholestep.trace.record.provenance import user_line
 
 # What Python may ask a tensor from outside without reading it, and how it is answered.
 QUESTIONS: dict[str, Callable[[Any], Any]] = {
@@ -107,10 +106,10 @@ class Inputs:
         found = self.world.reachable.generators.get(key)
         if found is None:
             what = "a random operator with a generator that the step makes, or that is out of its sight"
-            raise UnsupportedError(what, user_line(), "make it before the step")
+            raise UnsupportedError(what, "make it before the step")
         if self.world.substitutes.parts:
             what = "a random operator with its own generator, in a step that is spread over ranks"
-            raise UnsupportedError(what, user_line(), "draw from torch's default generator")
+            raise UnsupportedError(what, "draw from torch's default generator")
         if key not in self._generators:
             node = self.builder.placeholder(found[1], "generator", None)
             self._generators[key] = self.add(TracedInput(node, found[1], found[0]))
@@ -133,8 +132,7 @@ class Inputs:
             flag = fake.is_leaf and fake.requires_grad != required
             if (fake.is_leaf and fake.grad is not None) or hooked or flag or set_anew:
                 source = self.by_id[id(fake)].source
-                what = f"{source}, of symbolic size, gets a gradient, a hook, a flag or an attribute"
-                raise UnsupportedError(what, user_line())
+                raise UnsupportedError(f"{source}, of symbolic size, gets a gradient, a hook, a flag or an attribute")
 
     def ref(self, tensor: torch.Tensor) -> Ref:
         """A tensor that the step uses, as a view of its storage."""
@@ -143,11 +141,10 @@ class Inputs:
             if found is None and getattr(tensor, "fake_mode", None) is not self.builder.fake_mode:
                 raise UnsupportedError(
                     f"the step reads a fake tensor of shape {list(tensor.shape)} from outside",
-                    user_line(),
                     "give models of fake tensors to explain(), as arguments of the step; they have no values to run on",
                 )
             if found is None:
-                raise UnsupportedError("an operator's result was made outside of the recorder", user_line())
+                raise UnsupportedError("an operator's result was made outside of the recorder")
             return found
         item = self.of(tensor)
         assert item.ref is not None
@@ -181,23 +178,20 @@ class Inputs:
             raise CaptureError(
                 f"the step reads a tensor of shape {list(tensor.shape)} that none of its arguments, closures, "
                 "globals, modules or optimizers holds, so a replay could not find its value",
-                user_line(),
                 "pass the tensor to the step as an argument; if a library keeps it, compile the parts beside it",
             )
         if tensor.layout != torch.strided or tensor.is_quantized:
             kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "sparse"
-            what = f"{found.source} holds a {kind} tensor between calls"
-            raise UnsupportedError(what, user_line(), "use dense tensors")
+            raise UnsupportedError(f"{found.source} holds a {kind} tensor between calls", "use dense tensors")
         begins_inside = found.detached or tensor._base is not None or id(tensor) in self.world.substitutes.aliases.found
         if tensor.requires_grad and not tensor.is_leaf and not begins_inside:
             raise UnsupportedError(
                 f"{found.source} is the result of an earlier differentiable computation",
-                user_line(),
                 "compute it inside of the step, or pass it detached",
             )
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             what = f"{found.source} is a {type(tensor).__name__}, a tensor subclass"
-            raise UnsupportedError(what, user_line(), "pass a plain tensor: x.as_subclass(torch.Tensor)")
+            raise UnsupportedError(what, "pass a plain tensor: x.as_subclass(torch.Tensor)")
         return found
 
     def _member(self, tensor: torch.Tensor, found: TensorInput) -> TracedInput:
@@ -211,7 +205,7 @@ class Inputs:
         self.asked[id(base), "elements of memory"] = base
         assert base.ref is not None
         if tensor.dtype != base.ref.geometry.dtype:
-            raise UnsupportedError(f"{found.source} shares written memory under another dtype", user_line())
+            raise UnsupportedError(f"{found.source} shares written memory under another dtype")
         base.members.append(tensor)
         ref = base.ref.strided(Geometry.of(tensor))
         with self.builder.fake_mode, torch.no_grad():
@@ -240,7 +234,7 @@ class Inputs:
                 ref = self.ref(tensor) if self.world.find(tensor) is not None else None
         item = self.items[ref.storage.input] if ref is not None and ref.storage.input is not None else None
         if item is not None and isinstance(item.value, FakeTensor):
-            raise UnsupportedError(f"the storage offset of {item.source}, of symbolic size, is read", user_line())
+            raise UnsupportedError(f"the storage offset of {item.source}, of symbolic size, is read")
         if item is not None and not item.members:
             self.asked[id(item), "storage offset"] = item
 
@@ -249,7 +243,7 @@ class Inputs:
         with no_modes():  # Python asks, with the recorder on
             item = self.of(tensor)
         if isinstance(item.value, FakeTensor):
-            raise UnsupportedError(f"the step asks {item.source}, of symbolic size, for its {question}", user_line())
+            raise UnsupportedError(f"the step asks {item.source}, of symbolic size, for its {question}")
         self.asked[id(item), question] = item
         return QUESTIONS[question](self.world.substitutes.original(tensor))
 

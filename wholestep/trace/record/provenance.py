@@ -103,11 +103,9 @@ class Provenance:
         for base in type(module).__mro__:
             for (package, name), plan in self._refused.items():
                 if base.__name__ == name and base.__module__.startswith(package):
-                    raise UnsupportedError(
-                        f"{name} inside of a compiled step, which communicates where no graph can show it",
-                        user_line(),
-                        f"give the step the module as it was before, and a plan: plan=ws.{plan}(axis), mesh=…",
-                    )
+                    what = f"{name} inside of a compiled step, which communicates where no graph can show it"
+                    remedy = f"give the step the module as it was before, and a plan: plan=ws.{plan}(axis), mesh=…"
+                    raise UnsupportedError(what, remedy, user_line())
 
     @contextmanager
     def following(self) -> Iterator[None]:

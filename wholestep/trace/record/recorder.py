@@ -41,7 +41,7 @@ from wholestep.trace.operators import tables
 from wholestep.trace.record.caught_errors import index_ranges, is_caught, refuses
 from wholestep.trace.record.graph_builder import GraphBuilder
 from wholestep.trace.record.inputs import Inputs
-from wholestep.trace.record.provenance import Provenance, user_line
+from wholestep.trace.record.provenance import Provenance
 
 aten = torch.ops.aten
 
@@ -114,10 +114,10 @@ class Recorder(TorchDispatchMode):
             tables.check(func, args, kwargs)
             if tables.is_cast_inside(func) and casts_where_called():
                 what = f"{func} runs under autocast, which casts what its kernel calls"
-                raise UnsupportedError(what, user_line(), f"give it a register_autocast(), or {OTHERWISE}")
+                raise UnsupportedError(what, f"give it a register_autocast(), or {OTHERWISE}")
             if (error := refuses(func)) is not None and is_caught(error) and not self._is_in_range(func, args, kwargs):
                 what = f"the step catches the {error.__name__} that {func} raises on some data"
-                raise UnsupportedError(what, user_line(), "check the data before it, or compile without fullgraph=True")
+                raise UnsupportedError(what, "check the data before it, or compile without fullgraph=True")
             if tables.is_differentiated_inside(func):
                 _refuse_gradients(func, args, kwargs)
             if func in tables.HIDDEN_WRITES and tables.positional(func, args, kwargs)[tables.TRAINING_FLAG]:
@@ -184,11 +184,11 @@ class Recorder(TorchDispatchMode):
     def _pure(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in tables.SHAPE_FROM_DATA:
             what = f"the shape of the result of {func} depends on data"
-            raise UnsupportedError(what, user_line(), "use dense tensors, or compile without fullgraph=True")
+            raise UnsupportedError(what, "use dense tensors, or compile without fullgraph=True")
         out = OPAQUE if base_name(func).startswith(tables.OPAQUE) else self.inputs.run(func, args, kwargs)
         if out is OPAQUE or any(isinstance(t, torch.Tensor) and t.layout not in tables.LAYOUTS for t in leaves(out)):
             what = f"{func} makes a tensor that is quantized or in a layout of its own, which no fake one stands for"
-            raise UnsupportedError(what, user_line(), "use plain dense tensors, or compile without fullgraph=True")
+            raise UnsupportedError(what, "use plain dense tensors, or compile without fullgraph=True")
         if isinstance(out, torch.Tensor) and hasattr(out, "wholestep_ref") and func.namespace != "wholestep":
             return out  # gave its argument back; so does a collective's wait, which is a step of its own all the same
         args = self.inputs.counted_from_first(func, args)
@@ -202,8 +202,8 @@ class Recorder(TorchDispatchMode):
         reads = map_leaves(self.inputs.operand, args), map_leaves(self.inputs.operand, kwargs)
         node = self.builder.emit(func, *reads, value=False if truth else ())
         if truth:
-            return self.numbers.decide(node, user_line(), fixed)
-        found = self.numbers.shape(self._shaped_like(node), user_line())
+            return self.numbers.decide(node, fixed)
+        found = self.numbers.shape(self._shaped_like(node))
         with self.builder.fake_mode:
             fakes = [torch.empty_strided(*place, dtype=dtype, device=device) for *place, dtype, device in found]
         out = tuple(fakes) if len(func._schema.returns) > 1 else fakes[0]
@@ -237,7 +237,7 @@ class Recorder(TorchDispatchMode):
 def refuse_higher_order(*_: Any, **__: Any) -> Any:
     """A higher-order operator, `torch.cond` among them, which in eager Dynamo runs."""
     remedy = "write it as a Python loop or branch, or with torch.where, or compile without fullgraph=True"
-    raise UnsupportedError("the step calls a higher-order operator, which tracing cannot follow", user_line(), remedy)
+    raise UnsupportedError("the step calls a higher-order operator, which tracing cannot follow", remedy)
 
 
 def _refuse_gradients(func: Any, args: Any, kwargs: Any) -> None:
@@ -245,25 +245,19 @@ def _refuse_gradients(func: Any, args: Any, kwargs: Any) -> None:
     tensors = [leaf for leaf in (*leaves(args), *leaves(kwargs)) if isinstance(leaf, torch.Tensor)]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         what = f"{func} has no formula for its gradient, so that autograd sees what its kernel calls"
-        raise UnsupportedError(what, user_line(), "register one with torch.library.register_autograd, or detach")
+        raise UnsupportedError(what, "register one with torch.library.register_autograd, or detach")
 
 
 def _translated(func: Any, error: Exception, kind: str) -> CaptureError:
     if kind == "device":
-        return UnsupportedError(f"{func}: {error}", user_line(), "move the model and its batch to one device")
+        return UnsupportedError(f"{func}: {error}", "move the model and its batch to one device")
     if kind == "data":
-        return DataDependentError(
-            f"the shape or value of the result of {func} depends on data",
-            user_line(),
-            f"use a form with a fixed shape, such as torch.where or a mask; or {OTHERWISE}",
-        )
+        what = f"the shape or value of the result of {func} depends on data"
+        return DataDependentError(what, f"use a form with a fixed shape, such as torch.where or a mask; or {OTHERWISE}")
     if "nested" in str(func):
-        return UnsupportedError(f"{func} makes or takes a nested tensor", user_line(), tables.NO_NESTED)
-    return UnsupportedError(
-        f"{func} has no rule for fake tensors: {error}",
-        user_line(),
-        "register one with torch.library.register_fake",
-    )
+        return UnsupportedError(f"{func} makes or takes a nested tensor", tables.NO_NESTED)
+    what = f"{func} has no rule for fake tensors: {error}"
+    return UnsupportedError(what, "register one with torch.library.register_fake")
 
 
 OPAQUE = object()  # what no fake tensor stands for

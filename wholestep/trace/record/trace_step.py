@@ -132,9 +132,10 @@ def _run(recorder: Recorder, fn: Callable[..., Any], args: Args, kwargs: Kwargs)
     except Exception as error:
         with no_modes():
             _refuse_shared_writes(recorder)  # had it been known, another error may have come first
-        if isinstance(error, CaptureError) and not error.where:  # from an object that capture put there
-            error.locate(line_of(error))
         other = _in_our_words(error, recorder.numbers.refusal)
+        for found in (error, other):  # from an object that capture put there, or about what it did
+            if isinstance(found, CaptureError) and not found.where:
+                found.locate(line_of(error))
         if other is not None:
             explains = isinstance(other, DataDependentError) or other is recorder.numbers.refusal
             raise other from (error if explains or makes_subclass(error) else None)
@@ -146,27 +147,25 @@ def _outcome(world: Snapshot, result: Any, fn: Callable[..., Any]) -> tuple[list
     try:
         return outcome(world, is_made, result)
     except LeakError as error:
-        where = error.where or made_at(error.held) or made_at(inspect.unwrap(fn)) or line_of(error)
-        leak = LeakError(error.what, where, error.remedy)
-        leak.grown = error.grown
-        raise leak from None
+        error.locate(error.where or made_at(error.held) or made_at(inspect.unwrap(fn)) or line_of(error))
+        raise error.with_traceback(None) from None
 
 
 def _in_our_words(error: Exception, refusal: CaptureError | None) -> CaptureError | None:
     """Why the step cannot be captured, where that made it fail; None where the error is its own."""
     if isinstance(error, TypeError) and is_for_plain(error) and refusal is None:
         remedy = f"give it float(…) or int(…) of the number; if it comes from a tensor, {OTHERWISE}"
-        return DataDependentError(f"Python needs a plain number: {error}", line_of(error), remedy)
+        return DataDependentError(f"Python needs a plain number: {error}", remedy)
     if isinstance(error, TypeError) and "match pattern must be a" in str(error):
         what = "the step has a class pattern of type itself, for which another function stands while it is traced"
-        return UnsupportedError(what, line_of(error), "write isinstance(value, type) in its place")
+        return UnsupportedError(what, "write isinstance(value, type) in its place")
     if makes_subclass(error):
-        return UnsupportedError(f"the step makes a tensor of a subclass: {error}", line_of(error), MAKES_SUBCLASS)
+        return UnsupportedError(f"the step makes a tensor of a subclass: {error}", MAKES_SUBCLASS)
     if refusal is not None and not isinstance(error, CaptureError):  # which C code replaced by an error of its own
         return refusal
     if any(isinstance(leaf, FakeTensor) for leaf in leaves((error.args, vars(error)))):
         what = f"the step raises {type(error).__name__} with a tensor that it computed, which has no values yet"
-        return UnsupportedError(what, line_of(error), "raise it outside of the step, or without the tensor")
+        return UnsupportedError(what, "raise it outside of the step, or without the tensor")
     return None
 
 
