@@ -145,7 +145,7 @@ class CompiledBackward(ContextDecorator):
             return self._left_to(eager, f"{type(error).__name__}: {error}")
         if found.outside:
             return self._left_to(eager, "a hook made in C++, such as retain_grad() on an intermediate tensor")
-        return self._serve(found, retaining, _nothing if keep else functools.partial(free, *graph), eager)
+        return self._serve(found, retaining, (lambda: None) if keep else functools.partial(free, *graph), eager)
 
     def _serve(self, found: Structure, retaining: Engine, ready: Callable[[], Any], eager: Engine) -> Any:
         """Runs the program of a structure, made first if there is none that serves.
@@ -187,10 +187,6 @@ class CompiledBackward(ContextDecorator):
         result = eager()
         self.eager[reason] += 1
         return result
-
-
-def _nothing() -> None:
-    """The graph is kept."""
 
 
 _BY_NAME: dict[str, Captures] = {}

@@ -8,16 +8,15 @@ quarter of the saved bytes.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import fx
 
 from wholestep.aot_autograd.min_cut import Value, cheapest, within_budget
-from wholestep.aot_autograd.partition import Joint, Partitioned, split
-from wholestep.aot_autograd.recompute_costs import is_free, is_pure, rate, remake_price, seconds
+from wholestep.aot_autograd.partition import Joint, Partitioned, backward_roots, is_effect, split, view_base
+from wholestep.aot_autograd.recompute_costs import is_pure, rate, remake_price, seconds
 from wholestep.functional import Functionalized
-from wholestep.ir import GETITEM, StepGraph, ancestors, copy_graph, info, is_effectful, is_host, nbytes, set_info
+from wholestep.ir import GETITEM, StepGraph, ancestors, copy_graph, info, is_host, nbytes, set_info
 from wholestep.torch_compat import OpOverload, lazy_graph_module
 from wholestep.trace.functionalize.aliases import Geometry
 
@@ -65,16 +64,14 @@ def late_nodes(joint: Joint) -> set[fx.Node]:
     late: set[fx.Node] = set(joint.tangents)
     for node in joint.step.graph.nodes:
         if node.op == "call_function":
-            own = is_effectful(node) and info(node).phase == "backward"
-            if own or any(operand in late for operand in node.all_input_nodes):
+            if is_effect(node, "backward") or any(operand in late for operand in node.all_input_nodes):
                 late.add(node)
     return late
 
 
 def wanted_values(joint: Joint, late: set[fx.Node]) -> set[fx.Node]:
     """Values that the backward reads, or gives as gradients, and need not compute itself."""
-    effects = [node for node in late if is_effectful(node) and node.op == "call_function"]
-    return ancestors([*joint.gradients, *effects], until=lambda node: node not in late) - late
+    return ancestors(backward_roots(joint), until=lambda node: node not in late) - late
 
 
 def lasting(joint: Joint) -> set[fx.Node]:
@@ -124,10 +121,10 @@ def keep_price(node: fx.Node, at_hand: set[fx.Node]) -> int | None:
 
 def base_of(node: fx.Node) -> fx.Node | None:
     """The value that a view shares memory with; None for a value of its own."""
-    base: Any = node
-    while is_free(base) and not (base.target is GETITEM and not is_free(base.args[0])):
-        base = base.args[0]
-    return base if base is not node else None
+    base = view_base(node)
+    while base is not None and (above := view_base(base)) is not None:
+        base = above
+    return base
 
 
 aten = torch.ops.aten

@@ -109,20 +109,21 @@ def default_partition(joint: Joint) -> Partitioned:
 def forward_nodes(joint: Joint) -> list[fx.Node]:
     """The nodes that the forward computes: those its outputs need, and all effects of its phase."""
     nodes = joint.step.graph.nodes
-    needed = ancestors([*joint.forward_outputs, *(n for n in nodes if _is_effect(n, "forward"))])
+    needed = ancestors([*joint.forward_outputs, *(n for n in nodes if is_effect(n, "forward"))])
     for node in nodes:  # one of several results of a call that the forward makes anyway
         if node.target is GETITEM and node.args[0] in needed:
             needed.add(node)
     return [n for n in nodes if n in needed and n.op != "placeholder"]
 
 
-def _is_effect(node: fx.Node, phase: str) -> bool:
+def is_effect(node: fx.Node, phase: str) -> bool:
+    """Whether a call of a phase has an effect."""
     return node.op == "call_function" and is_effectful(node) and info(node).phase == phase
 
 
-def _backward_roots(joint: Joint) -> list[fx.Node]:
+def backward_roots(joint: Joint) -> list[fx.Node]:
     """What the backward is for: gradients, and effects of its own."""
-    return [*joint.gradients, *(n for n in joint.step.graph.nodes if _is_effect(n, "backward"))]
+    return [*joint.gradients, *(n for n in joint.step.graph.nodes if is_effect(n, "backward"))]
 
 
 def backward_nodes(joint: Joint, saved: set[fx.Node]) -> list[fx.Node]:
@@ -133,9 +134,9 @@ def backward_nodes(joint: Joint, saved: set[fx.Node]) -> list[fx.Node]:
             input that it overwrites.
     """
     given = saved | set(joint.tangents)
-    needed = [n for n in ancestors(_backward_roots(joint), until=given.__contains__) if n not in given]
+    needed = [n for n in ancestors(backward_roots(joint), until=given.__contains__) if n not in given]
     for node in needed:
-        if node.op == "placeholder" or _is_effect(node, "forward"):
+        if node.op == "placeholder" or is_effect(node, "forward"):
             why = "an input that the forward overwrites" if node in joint.overwritten else "of the forward"
             raise GraphError(f"the backward needs {node.name}, {why}, and it is not saved")
     found = set(needed)
@@ -169,7 +170,7 @@ def read_by_backward(joint: Joint) -> list[fx.Node]:
     """The forward's values that the backward reads, views replaced by what they are views of where that is free."""
     forward = {n for n in (*forward_nodes(joint), *joint.primals) if n.op != "get_attr"}
     given = forward | set(joint.tangents)
-    wanted = ancestors(_backward_roots(joint), until=given.__contains__) & forward
+    wanted = ancestors(backward_roots(joint), until=given.__contains__) & forward
     return free_views(joint, [n for n in joint.step.graph.nodes if n in wanted])
 
 

@@ -188,7 +188,7 @@ class Attr(Child):
 
     @cached_property
     def text(self) -> str:  # type: ignore[override]
-        hidden = self.key in ("__self__", "__func__") or self.key.startswith("__wrapped")
+        hidden = self.key in ("__self__", "__func__", "cell_contents") or self.key.startswith("__wrapped")
         return self.base.text if hidden else f"{self.base.text}.{self.key}"
 
 
@@ -236,13 +236,6 @@ class Cell(Child):
     def text(self) -> str:  # type: ignore[override]
         name = self.key[1]
         return f"L[{name!r}]" if self.base is FUNCTION else f"{self.base.text}.closure[{name!r}]"
-
-
-class CellContents(Child):
-    """What a closure cell holds."""
-
-    paths = "{0.path}.cell_contents"
-    step = staticmethod(lambda cell, key: cell.cell_contents)
 
 
 class Globals(Child):

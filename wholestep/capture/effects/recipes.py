@@ -130,11 +130,9 @@ class Recipe:
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        """The rest of `fill`'s arguments, as far as there are any."""
-        parts = [self.items or None, self.attributes or None, self.fields or None]
-        while parts and parts[-1] is None:
-            parts.pop()
-        return tuple(parts)
+        """The rest of `fill`'s arguments, if there are any."""
+        parts = self.items or None, self.attributes or None, self.fields or None
+        return parts if any(parts) else ()
 
 
 def fill(made: Any, items: Any = None, attributes: Any = None, fields: Any = None) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -52,13 +52,6 @@ class GeneratedPath:
     release: Callable[[], None]
 
 
-class Held(NamedTuple):
-    """The ids of a container and of the object that held it when a path was generated."""
-
-    owner: int
-    container: int
-
-
 class Binder:
     """``binder(args, kwargs)`` gives the input values in order, or a `GuardFailure`.
 
@@ -88,7 +81,7 @@ class Binder:
         self._replaced_gradients = snap.replaced_gradients
         self._outcome = effects, result
         self._replaced = {*replaced_containers(effects)}
-        self._held: dict[tuple[str, str], Held] = {}
+        self._held: dict[tuple[str, str], tuple[int, int]] = {}
         self.slow_calls = 0
         batch = [(f.source, f.tensor) for f in snap.tensors.values() if f.kind == "batch"]
         self.arguments = [f"{x}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for x, t in batch]
@@ -100,7 +93,9 @@ class Binder:
     def _generate(self, snap: Snapshot) -> GeneratedPath:
         """A path around the objects of a call, kept for those to come."""
         before, self._held = self._held, _held(snap)
-        self._replaced |= {place for place, now in self._held.items() if _is_replaced(before.get(place), now)}
+        for place, (owner, held) in self._held.items():  # another program puts it there, or code between calls
+            if place in before and before[place][0] == owner and before[place][1] != held:
+                self._replaced.add(place)
         path = FastPath(snap, self.inputs, self._mutated, self._replaced, self._sizeless)
         replay = Replay(*self._outcome, path)
         given = _given(snap.call.args, snap.call.kwargs)
@@ -158,20 +153,15 @@ class Binder:
         return None
 
 
-def _held(snap: Snapshot) -> dict[tuple[str, str], Held]:
-    """The containers that objects of a snapshot hold by name: by the object's path and the name."""
+def _held(snap: Snapshot) -> dict[tuple[str, str], tuple[int, int]]:
+    """The containers that objects of a snapshot hold by name: path and name -> the ids of object and container."""
     return {
-        (container.source.path, name): Held(id(container.owner), id(value))
+        (container.source.path, name): (id(container.owner), id(value))
         for container in snap.containers
         if container.kind is not kinds.TENSOR
         for name, value in container.before.items()
         if type(name) is str and isinstance(value, CONTAINERS)
     }
-
-
-def _is_replaced(before: Held | None, now: Held) -> bool:
-    """Whether the same object holds another container: another program has put it there, or code between calls."""
-    return before is not None and before.owner == now.owner and before.container != now.container
 
 
 def _given(args: Args, kwargs: Kwargs) -> tuple[int, ...]:

@@ -44,13 +44,17 @@ def objects_are_frozen() -> bool:
 
 
 @contextmanager
-def older_objects_frozen() -> Iterator[None]:
-    """The collector's lists have only what is made inside; what was there before is set aside, which costs nothing."""
+def new_objects() -> Iterator[Callable[[], set[int]]]:
+    """Gives a function that gives the ids of all objects made inside of the context so far.
+
+    The collector's lists have only these; what was there before is set aside, which costs nothing. Objects that the
+    collector does not follow, which hold no others, are not among them.
+    """
     nested = objects_are_frozen()  # by the user, which stays
     _Counted.blocks = _Counted.blocks or sys.getallocatedblocks()
     gc.freeze()
     try:
-        yield
+        yield lambda: set(map(id, gc.get_objects()))
     finally:
         if not nested:
             gc.unfreeze()
@@ -70,16 +74,6 @@ def _collect_when_due() -> None:
     if 4 * sys.getallocatedblocks() > 5 * _Counted.blocks:
         gc.collect()
         _Counted.blocks = sys.getallocatedblocks()
-
-
-@contextmanager
-def new_objects() -> Iterator[Callable[[], set[int]]]:
-    """Gives a function that gives the ids of all objects made inside of the context so far.
-
-    Objects that the collector does not follow, which hold no others, are not among them.
-    """
-    with older_objects_frozen():
-        yield lambda: set(map(id, gc.get_objects()))
 
 
 def kept_in_module(value: Any) -> Source | None:

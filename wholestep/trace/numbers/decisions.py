@@ -91,11 +91,6 @@ def follows_from_numbers(nodes: Iterable[fx.Node]) -> bool:
     return len(needed) <= MAX_NODES and _is_constant(needed)
 
 
-def unknown() -> DataDependentError:
-    """The error of a decision on what is only known when the step runs."""
-    return DataDependentError("Python decides on a value that is only known when the step runs", REMEDY)
-
-
 def can_be_known(nodes: set[fx.Node], is_data: Callable[[fx.Node], bool]) -> bool:
     """Whether the value that follows from the nodes may be computed before each call."""
     if len(nodes) > MAX_NODES:

@@ -21,13 +21,12 @@ from wholestep.trace.numbers.decisions import (
     MAX_NODES,
     MOST,
     OTHERWISE,
+    REMEDY,
     Predicate,
     RealValues,
     can_be_known,
     follows_from_numbers,
-    geometry,
     refuse_repeated,
-    unknown,
 )
 from wholestep.trace.numbers.host_numbers import HostNode, make_host
 from wholestep.trace.numbers.symbolic_sizes import decided, is_size
@@ -170,7 +169,7 @@ class RecordedNumbers:
         is_bool, together = isinstance(info(node).value, bool), self.real.outcomes is not None
         if not known or (is_bool and together and not fixed and self.real.parts(nodes)):
             if not (is_bool and (self.may_decide or (known and self._has_room))):
-                raise unknown()
+                raise DataDependentError("Python decides on a value that is only known when the step runs", REMEDY)
             refuse_repeated(node.graph.nodes)
             if together:
                 found = self.real.assumed(node)
@@ -193,10 +192,6 @@ class RecordedNumbers:
     @property
     def _has_room(self) -> bool:
         return len(self.real.decided) < MOST
-
-    def shape(self, node: fx.Node) -> Any:
-        """The geometry of a call's result, as it is at each call."""
-        return geometry(self.real.of(node))
 
     def refused(self, error: CaptureError) -> CaptureError:
         """Remembers an error, which ends the capture even where the step catches it, and the user's line."""

@@ -8,17 +8,16 @@ for them, on fakes or otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
 from wholestep.errors import CaptureError
-from wholestep.ir import NodeInfo, info, is_effectful, set_info
+from wholestep.ir import copy_node, info, is_effectful, set_info
 from wholestep.nested import tensors_of
 from wholestep.patches import Replacement, original
 from wholestep.torch_compat import SINGLE_TENSOR_UPDATES, no_modes
@@ -169,10 +168,7 @@ class LikeUpdates:
                 return place.get(node, node)
 
             for call in update.calls:
-                args, kwargs = map_arg(call.args, here), map_arg(call.kwargs, here)
-                known = info(call)
-                record = NodeInfo(known.value, known.phase, known.seq, known.where, known.module)
-                place[call] = set_info(self.graph.create_node(call.op, call.target, args, kwargs), record)
+                place[call] = set_info(copy_node(self.graph, call, here), replace(info(call)))
             for ref, new, tensor, count in zip(row.refs, update.news, row.tensors, update.counts, strict=True):
                 if new is not None:
                     ref.write(here(new))

@@ -243,5 +243,5 @@ def patched_python(
     if not reentrant:
         replacements.append((checkpoints.CheckpointFunction, "apply", staticmethod(_checkpointed)))
     inside = functools.partial(_inside, recorder.inputs.world.reachable.outside.settings)
-    with patched(replacements, recorder.builder.provenance.thread.is_here), handled(inside):
+    with patched(replacements, recorder.builder.provenance.is_here), handled(inside):
         yield

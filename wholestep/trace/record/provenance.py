@@ -48,28 +48,17 @@ def _joined(user: str, library: str) -> str:
     return f"{user} (in {library})" if user and library else user or library
 
 
-class Thread:
-    """The thread that traces: what others do meanwhile is not part of the step.
-
-    Attributes:
-        mode: the recorder, once there is one.
-    """
-
-    def __init__(self) -> None:
-        self.ident = threading.get_ident()
-        self.mode: TorchDispatchMode | None = None
-
-    def is_here(self) -> bool:
-        """True in the thread itself, and in those that the autograd engine lends it."""
-        return threading.get_ident() == self.ident or (self.mode is not None and is_inside(self.mode))
-
-
 class Provenance:
     """Follows modules and optimizers while the step runs, through torch's global hooks.
+
+    What threads do meanwhile that do not trace is not part of the step.
 
     Args:
         names: paths of modules, by their ids.
         refused: wrappers that cannot be in the step, and the plans to use in their place.
+
+    Attributes:
+        mode: the recorder, once there is one.
     """
 
     def __init__(self, names: dict[int, str], refused: Mapping[tuple[str, str], str] | None = None) -> None:
@@ -78,7 +67,12 @@ class Provenance:
         self.outermost: Callable[[nn.Module, bool], None] | None = None  # told of forwards inside of no other
         self.optimizers = self.updates = 0  # optimizers that step now, and steps so far
         self.module_of_seq: dict[int, str] = {}
-        self.thread = Thread()
+        self._thread = threading.get_ident()
+        self.mode: TorchDispatchMode | None = None
+
+    def is_here(self) -> bool:
+        """True in the thread that traces, and in those that the autograd engine lends it."""
+        return threading.get_ident() == self._thread or (self.mode is not None and is_inside(self.mode))
 
     def phase(self) -> Phase:
         """Which part of the step runs."""
@@ -112,20 +106,20 @@ class Provenance:
         """While the step runs."""
 
         def enter(module: nn.Module, args: Any) -> None:
-            if self.thread.is_here():
+            if self.is_here():
                 self._refuse_wrappers(module)
                 self.modules.append(self.names.get(id(module), type(module).__name__))
                 self._tell(module, True)
 
         def leave(module: nn.Module, args: Any, result: Any) -> None:
-            if self.thread.is_here():
+            if self.is_here():
                 self._tell(module, False)
                 self.modules.pop()
 
         def count(by: int) -> Callable[..., None]:
             def hook(*_: Any) -> None:
-                self.optimizers += by * self.thread.is_here()
-                self.updates += self.thread.is_here()
+                self.optimizers += by * self.is_here()
+                self.updates += self.is_here()
 
             return hook
 

@@ -34,7 +34,7 @@ from wholestep.torch_compat import (
 from wholestep.trace.functionalize.mutations import Mutations
 from wholestep.trace.functionalize.storage_resize import StorageSizes
 from wholestep.trace.functionalize.view_operators import Views
-from wholestep.trace.numbers.decisions import OTHERWISE, follows_from_numbers
+from wholestep.trace.numbers.decisions import OTHERWISE, follows_from_numbers, geometry
 from wholestep.trace.numbers.recorded_numbers import RecordedNumbers
 from wholestep.trace.numbers.symbolic_sizes import Sizes, is_host, is_size
 from wholestep.trace.operators import tables
@@ -80,14 +80,14 @@ class Recorder(TorchDispatchMode):
         self.views, self.mutations = Views(self.inputs, self.storages), Mutations(self.inputs)
         self.hooks_before = RemovableHandle.next_id
         self.hooked: list[Any] = []
-        provenance.thread.mode = self
+        provenance.mode = self
 
     def forget(self) -> None:
         """Lets go of what it knows, at the end: values of the graph lead to the builder, and no further then."""
         self.numbers.forget()
         self.hooked.clear()
         del self.inputs.on_new  # a method of what holds the inputs: without the cycle, all of this goes at once
-        self.builder.provenance.thread.mode = None
+        self.builder.provenance.mode = None
 
     # -- dispatch --------------------------------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class Recorder(TorchDispatchMode):
         node = self.builder.emit(func, *reads, value=False if truth else ())
         if truth:
             return self.numbers.decide(node, fixed)
-        found = self.numbers.shape(self._shaped_like(node))
+        found = geometry(self.numbers.real.of(self._shaped_like(node)))
         with self.builder.fake_mode:
             fakes = [torch.empty_strided(*place, dtype=dtype, device=device) for *place, dtype, device in found]
         out = tuple(fakes) if len(func._schema.returns) > 1 else fakes[0]
