@@ -62,9 +62,11 @@ class Captures:
 class SavedSnapshot(Snapshot):
     """A snapshot of a backward: tensors with a history are data here, and the engine unpacks some of them anew."""
 
-    def __init__(self, call: Call, varying: frozenset[str]) -> None:
-        super().__init__(call, varying=varying, differentiable=False)
-        tensors, *_ = call.args
+    def __init__(
+        self, fn: Callable[..., Any], args: Args, kwargs: Kwargs, varying: frozenset[str] = frozenset()
+    ) -> None:
+        super().__init__(Call(fn, args, kwargs), varying=varying, differentiable=False)
+        tensors, *_ = args
         self.by_place = {_place(t): self.tensors[id(t)] for t in reversed(tensors)}
 
     def find(self, tensor: torch.Tensor) -> TensorInput | None:
@@ -72,10 +74,6 @@ class SavedSnapshot(Snapshot):
         if found is None and not isinstance(tensor, FakeTensor):
             found = self.by_place.get(_place(tensor))
         return replace(found, detached=True) if found is not None else None
-
-
-def _look(fn: Callable[..., Any], args: Args, kwargs: Kwargs, varying: frozenset[str] = frozenset()) -> Snapshot:
-    return SavedSnapshot(Call(fn, args, kwargs), varying=varying)
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -160,7 +158,7 @@ class CompiledBackward(ContextDecorator):
             return self._left_to(eager, f"{MAX_STRUCTURES} structures and shapes were captured, and this is another")
         if key in refused:
             return self._left_to(eager, refused[key])
-        step = self._found.steps.get(key) or self._make(backward, self.backend, _look)
+        step = self._found.steps.get(key) or self._make(backward, self.backend, SavedSnapshot)
         begun = False
 
         def begin() -> None:

@@ -97,7 +97,6 @@ def differentiate(
             with refusing_reads(behind(o.tensor for o in outputs), recorder.hooks_before):
                 outputs, tangents, gradients = _gradients(recorder, outputs, roots, refused)
     _refuse(collector, refused)
-    outputs = [o for o in outputs if all(o is not other for other, _ in refused)]
     if not outputs and all(o.input is None for o, _ in refused):
         return None
     gradients = gradients or [[] for _ in roots]
@@ -117,7 +116,7 @@ def differentiate(
         outputs=tuple(o.alias for o in outputs),
         reaches=tuple(frozenset(i for i in found if i < len(edges)) for found in reached),
         between=_between(collector, outputs, left, [{i - len(edges) for i in found} for found in reached]),
-        names=tuple(_name(o.tensor) for o in outputs),
+        names=tuple(f"output {o.tensor.output_nr} of {type(o.tensor.grad_fn).__name__}" for o in outputs),  # in errors
         made=tuple(r.alias for r in made if r.alias is not None),
         n_given=len(pairs) - len(made),
         runs_once=any(map(keeps, histories)),
@@ -169,12 +168,6 @@ def _refuse_required(recorder: Recorder, given: list[Root]) -> None:
         if before is not None and not before[META.index("requires_grad")] and item.value.requires_grad:
             what = f"{item.source} is made to require grad, and results depend on it that the step gives back"
             raise UnsupportedError(what, remedy="set requires_grad before the call, or call backward() inside")
-
-
-def _name(tensor: torch.Tensor) -> str:
-    """Which result of which node a tensor is, as autograd says it when the tensor was written too early."""
-    assert tensor.grad_fn is not None
-    return f"output {tensor.output_nr} of {type(tensor.grad_fn).__name__}"
 
 
 def _refuse_retained(outputs: list[Output]) -> None:

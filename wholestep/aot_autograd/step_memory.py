@@ -21,8 +21,7 @@ import torch
 from torch import fx
 
 from wholestep.aot_autograd.min_cut import Limit, least_time
-from wholestep.aot_autograd.min_cut_partition import value_of, with_bool_masks
-from wholestep.aot_autograd.recompute_costs import draws, is_pure, seconds
+from wholestep.aot_autograd.min_cut_partition import draws, is_pure, seconds, value_of, with_bool_masks
 from wholestep.errors import MemoryBudgetError
 from wholestep.functional import Replayed, get_rng_state
 from wholestep.ir import StepGraph, ancestors, check, copy_graph, copy_node, dead_code, info, nbytes, set_info

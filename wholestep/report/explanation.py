@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from wholestep.aot_autograd.recompute_costs import is_free, seconds
+from wholestep.aot_autograd.min_cut_partition import is_free, seconds
 from wholestep.functional import Decided
 from wholestep.ir import StepGraph, info
 from wholestep.report.traffic_and_memory import (

@@ -7,6 +7,6 @@ May import: capture, errors, fake_evaluate, fake_layouts, functional, ir, marks,
 """
 
 from wholestep.trace.patches.python_patches import gradient_memory, note_gradient
+from wholestep.trace.record.finish import ReentrantCheckpoint, SharedMemory, Traced
 from wholestep.trace.record.recorder import Recorder
 from wholestep.trace.record.trace_step import trace_step
-from wholestep.trace.traced import ReentrantCheckpoint, SharedMemory, Traced

@@ -15,7 +15,16 @@ import torch
 from wholestep.capture.effects import effects as changes
 from wholestep.capture.effects.recipes import Const, Existing, Made, New, Tree, Value, nested, recipe
 from wholestep.capture.guards.compared_values import is_plain
-from wholestep.capture.outside.stand_ins import REMEDY, AppendOnlyList, Deferred, Pending, Stopped, taken
+from wholestep.capture.outside.stand_ins import (
+    REMEDY,
+    AppendOnlyList,
+    Count,
+    Deferred,
+    Pending,
+    Stopped,
+    Version,
+    taken,
+)
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import Contents
 from wholestep.capture.snapshot.garbage_collection import kept_in_module
@@ -23,7 +32,6 @@ from wholestep.capture.snapshot.names_read import set_on_entry
 from wholestep.capture.snapshot.reachable import Container, TensorInput
 from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import Globals, Source, Vars
-from wholestep.capture.version_counters import Count, Version
 from wholestep.errors import LeakError, UnsupportedError
 from wholestep.patches import is_added, unpatched
 from wholestep.torch_compat import HOOK_TABLES, is_fakes_own

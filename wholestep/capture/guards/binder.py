@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.effects.effects import Effect, replaced_containers
+from wholestep.capture.effects.effects import Apply, Effect, Replay, replaced_containers
 from wholestep.capture.effects.recipes import NOTHING, Value
-from wholestep.capture.effects.replay_code import Apply, Replay
 from wholestep.capture.guards.compared_values import memory
 from wholestep.capture.guards.fast_path import Fast, FastPath
 from wholestep.capture.guards.guards import GuardFailure, compare

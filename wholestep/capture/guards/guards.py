@@ -45,10 +45,6 @@ class Guard:
         """Identifies it among the guards of a snapshot."""
         return self.source.path if self.source else "", self.kind
 
-    def without_sizes(self) -> Guard:
-        """The same guard of a tensor, without sizes and strides."""
-        return Guard(self.source, self.kind, (*self.expected[:-2], None, None))
-
     @property
     def where(self) -> str:
         """The source in words."""

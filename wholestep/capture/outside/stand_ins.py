@@ -9,6 +9,8 @@ A learning-rate scheduler computes numbers from a count that grows with every ca
 would be a new program for each step. So while a step is captured, `scheduler.step()` only takes note of the call; the
 effect `CALL` makes the real call after the program has run. Until then the numbers that the scheduler sets are
 `Pending`: whoever reads them before the step ends is told so.
+
+The version counter of a tensor from outside is a `Count`, as a step reads it and leaves it in what it gives or keeps.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from wholestep.capture.sources import Item, Source
+from wholestep.capture.sources import Child, Item, Source
 from wholestep.errors import CaptureError, LeakError, UnsupportedError
 
 REMEDY = "read it outside of the step, clear it first, or return the values and append them outside"
@@ -196,3 +199,56 @@ class Deferred:
                 remedy="return the value, and call scheduler.step(value) after the compiled step",
             )
         self.note(self.scheduler, self.source, args)
+
+
+class Version(Child):
+    """The version counter of a tensor, less by ``key`` than it is then."""
+
+    paths, texts = "{0.path}._version - {1}", "{0.text}._version - {1}"
+    step = staticmethod(lambda tensor, less: tensor._version - less)
+
+
+class Count(int):
+    """The version counter of a tensor from outside, as a step reads it: another number at each call.
+
+    It may be kept, returned, set again, and moved by constants; a branch on it would hold for one call only.
+
+    Attributes:
+        tensor: the tensor whose counter it is.
+    """
+
+    tensor: torch.Tensor
+    what, remedy = "a version counter", "compare it with another reading of the same tensor's counter"
+
+    def of(self, tensor: torch.Tensor) -> Any:
+        """The same number, for a tensor."""
+        self.tensor = tensor
+        return self
+
+    def __add__(self, other: int) -> Any:
+        return Count(int(self) + int(other)).of(self.tensor)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: int) -> Any:
+        difference = int(self) - int(other)
+        if isinstance(other, Count):
+            return difference if other.tensor is self.tensor else self._compare(int.__sub__, other)
+        return Count(difference).of(self.tensor)
+
+    def _compare(self, compare: Callable[[int, int], Any], other: Any) -> Any:
+        if isinstance(other, Count) and other.tensor is self.tensor:
+            return compare(int(self), int(other))
+        what = f"Python compares {self.what}, or computes with it, another number at each call"
+        raise CaptureError(what, remedy=self.remedy)
+
+    def __bool__(self) -> bool:
+        return bool(self._compare(int.__ne__, 0))
+
+
+def _comparison(compare: Callable[[int, int], Any]) -> Callable[[Count, Any], Any]:
+    return lambda count, other: count._compare(compare, other)
+
+
+for _way in ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"):
+    setattr(Count, _way, _comparison(getattr(int, _way)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import array
-import configparser
 import contextvars
 import ctypes
 import decimal
@@ -16,7 +15,7 @@ import queue
 import threading
 import types
 import weakref
-from collections import ChainMap, OrderedDict, UserDict, UserList, deque
+from collections import OrderedDict, UserDict, UserList, deque
 from collections.abc import Callable, Iterator
 from dataclasses import is_dataclass, replace
 from multiprocessing.sharedctypes import SynchronizedBase
@@ -27,7 +26,6 @@ import numpy
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.hooks import BackwardHook
 
 from wholestep.capture import sources
 from wholestep.capture.container_access import base_of, referent
@@ -38,8 +36,7 @@ from wholestep.capture.snapshot import code_handlers as code
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.container_kinds import ContainerKind
 from wholestep.capture.snapshot.names_read import fields, set_on_entry
-from wholestep.capture.snapshot.reachable import NumberInput, Reachable
-from wholestep.capture.snapshot.tensors import walk_tensor
+from wholestep.capture.snapshot.reachable import NumberInput, Reachable, walk_tensor
 from wholestep.capture.snapshot.user_code import is_holder, is_user_class
 from wholestep.errors import UnsupportedError
 from wholestep.tensor_parts import mark_states
@@ -245,12 +242,10 @@ HANDLERS: dict[type, Handler] = {
     types.ModuleType: code.walk_module,
     **dict.fromkeys((functools.partial, *code.DESCRIPTORS), _has_fields),
     BackwardCFunction: _context,
-    BackwardHook: _object,
     **dict.fromkeys(GETTERS, code.walk_getter),
     **dict.fromkeys(map(type, ({}.keys(), {}.values(), {}.items())), _view),
     types.CellType: lambda found, value, source: found.add(value, source, kinds.CELL),
-    **dict.fromkeys(DATA, _object),
-    **dict.fromkeys((ChainMap, configparser.RawConfigParser, queue.Queue, threading.Event, threading.local), _object),
+    **dict.fromkeys((threading.Event, threading.local), _object),
     **dict.fromkeys((weakref.WeakValueDictionary, weakref.WeakKeyDictionary, weakref.WeakSet), _object),
     SynchronizedBase: _object,
     **dict.fromkeys((weakref.ref, weakref.ProxyType, weakref.CallableProxyType), _weak),

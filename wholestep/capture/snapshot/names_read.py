@@ -29,7 +29,6 @@ READS_ANY = frozenset({"getattr", "vars", "__dict__", "asdict", "astuple", "fiel
                        "exec", "deepcopy", "copy", "dir", "__getattribute__", "__getstate__", "resolve_name"})
 # Code that names one of these can tell that an attribute is not there.
 ASKS_ANY = READS_ANY | {"hasattr", "AttributeError"}
-IMPLIED = {"get_last_lr": ("_last_lr",)}
 _MODULE_KEYS = frozenset(vars(torch.nn.Module()))
 
 
@@ -145,9 +144,8 @@ class NamesRead:
                 else:
                     self._methods.append((name, code))
             grown = len(self._methods) < len(waiting)
-        for name, implied in IMPLIED.items():
-            if name in self.names:
-                self.names.update(implied)
+        if "get_last_lr" in self.names:  # of a scheduler, whose methods are torch's
+            self.names.add("_last_lr")
         return self.names
 
     @property

@@ -128,9 +128,8 @@ class Snapshot:
             replaced = self.replaced_gradients
             found = guarding.guards(self.reachable)
             self._guards = [g for g in found if not replaced or all(s.path not in replaced for s in lineage(g.source))]
-        if not sizeless:
-            return self._guards
-        return [g.without_sizes() if g.kind == "tensor" and g.key[0] in sizeless else g for g in self._guards]
+        return [Guard(g.source, g.kind, (*g.expected[:-2], None, None)) if g.kind == "tensor" and g.key[0] in sizeless
+                else g for g in self._guards] if sizeless else self._guards
 
     def replaces_gradient_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor that the walk found is one of those."""

@@ -109,17 +109,14 @@ class Storage:
     """
 
     value: fx.Node
+    first: fx.Node
     emit: Emit
     root: Ref | None = None
     generation: int = 0
     input: int | None = None
-    first: fx.Node = field(init=False)
     moved: bool = False
     left: bool = False
     given: list[tuple[Storage, int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.first = self.value
 
 
 @dataclass(eq=False)
@@ -220,7 +217,7 @@ class Ref:
 
 def new_root(fake: torch.Tensor, node: fx.Node, emit: Emit) -> Ref:
     """Makes a tensor the root of a storage of its own, with a node's value as content."""
-    storage = Storage(node, emit)
+    storage = Storage(node, node, emit)
     storage.root = Ref(storage, Geometry.of(fake), node=node, generation=0)
     fake.wholestep_ref = storage.root  # type: ignore[attr-defined]
     return storage.root

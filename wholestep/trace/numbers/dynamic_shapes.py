@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,8 +144,8 @@ class Templates:
         attempts: list[Dims | None] = [None]
         if not self._all_sizes:
             attempts = self._attempts(world or look(fn, args, kwargs, varying=varying)) if self._shapes else []
-        how = fn, args, kwargs, varying, decides, differentiable, look, *rest
-        world, traced = self._anew(attempts, *how)
+        capture = partial(self._capture, fn, args, kwargs, varying, decides, differentiable, look, *rest)
+        world, traced = self._anew(attempts, capture, varying)
         self.captures += 1
         self._shapes |= {f.source.path: f.tensor.shape for f in world.sizable()}
         self.specialized += [note for note in self.notes if note not in self.specialized]
@@ -161,32 +162,27 @@ class Templates:
         served = possible.intersection(*(template.sizes.dims for template in self.known if template.sizes.dims))
         return [dims for dims in dict.fromkeys((possible, served)) if dims]
 
-    def _anew(
-        self, attempts: list[Dims | None], fn: Callable[..., Any], args: Any, kwargs: Any, varying: frozenset[str],
-        *rest: Any,
-    ) -> tuple[Snapshot, Traced]:  # fmt: skip
+    def _anew(self, attempts: list[Dims | None], capture: Capture, varying: frozenset[str]) -> tuple[Snapshot, Traced]:
         failed: list[tuple[Dims | None, Exception]] = []
         for dims in attempts:
             try:
-                found = self._with_symbols(dims, fn, args, kwargs, varying, *rest)
+                found = self._with_symbols(dims, capture, varying)
                 break
             except LazyError:
                 raise
             except Exception as error:  # the step's own error comes again
                 failed.append((dims, error))
         else:
-            dims, found = frozenset(), self._capture(fn, args, kwargs, varying, *rest)
+            dims, found = frozenset(), capture()
         for tried, why in failed:
             if tried is not None:
                 self._fixed |= tried - (dims or frozenset())
             self.notes.append(f"{_named(tried)} ended in {_words(why)}")
         return found
 
-    def _with_symbols(
-        self, dims: Dims | None, fn: Callable[..., Any], args: Any, kwargs: Any, varying: frozenset[str], *rest: Any
-    ) -> tuple[Snapshot, Traced]:
+    def _with_symbols(self, dims: Dims | None, capture: Capture, varying: frozenset[str]) -> tuple[Snapshot, Traced]:
         sizes = Sizes(dims)
-        world, traced = self._capture(fn, args, kwargs, varying, *rest, sizes=sizes)
+        world, traced = capture(sizes=sizes)
         paths = frozenset(source.path for source, _, _ in sizes.layouts)
         template = Template(traced, sizes, world.guards(paths), world.names, varying, frozenset(), frozenset())
         template.shares, template.grown = sharing(world, template.written), world.varying - varying

@@ -8,7 +8,7 @@ torch's argument parser takes those where it takes numbers.
 Where an operator insists on a C++ double (`lr: float`, lists of scalars) the parser asks for a concrete
 value: it gets a token, a float that none of the call's other arguments is, which the recorder replaces again.
 
-Whatever else needs the number itself asks `NumberRecorder.escaped`: it becomes a guard, or is refused.
+Whatever else needs the number itself asks `RecordedNumbers.escaped`: it becomes a guard, or is refused.
 """
 
 from __future__ import annotations
@@ -19,38 +19,24 @@ import operator
 import re
 import traceback
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy
 import torch
 from torch import fx
-
-from wholestep.trace.outputs.leaks import Watch
-
-
-class NumberRecorder(Protocol):
-    """What host numbers need of the recorder."""
-
-    watch: Watch
-
-    def record(
-        self, function: Callable[..., Any], args: tuple[Any, ...], hint: Any, error: Exception | None = None
-    ) -> Any: ...
-    def size(self, number: Any) -> Any: ...
-    def token(self, number: HostNode) -> float: ...
-    def escaped(self, number: HostNode, how: str) -> Any: ...
 
 
 class HostNode:
     """The `node` that torch's symbolic number classes hold; answers what C++ asks of it.
 
     Attributes:
+        recorder: the `RecordedNumbers` of the run.
         fx_node: the node that computes the number; the number itself for one of C++'s own.
         hint: its value if known while tracing, else a placeholder value of the right type.
         known: whether `hint` is the true value.
     """
 
-    def __init__(self, recorder: NumberRecorder, fx_node: Any, hint: Any, known: bool) -> None:
+    def __init__(self, recorder: Any, fx_node: Any, hint: Any, known: bool) -> None:
         self.recorder, self.fx_node, self.hint, self.known = recorder, fx_node, hint, known
         self.constant = None
         recorder.watch.add([self])
@@ -78,10 +64,10 @@ class HostNode:
         return None if isinstance(self.fx_node, fx.Node) else self.hint
 
     def guard_float(self, file: str, line: int) -> float:
-        return self.recorder.token(self)
+        return float(self.recorder.token(self))
 
     def guard_int(self, file: str, line: int) -> int:
-        return self.recorder.escaped(self, "an operator needs its integer value")
+        return int(self.recorder.escaped(self, "an operator needs its integer value"))
 
     def int_(self) -> int:
         return int(self.recorder.escaped(self, "int(…) needs its value"))

@@ -121,17 +121,13 @@ def empty_caches(frozen: bool) -> None:
     _caches.empty()
 
 
-class _Failed(threading.local):
-    watch: Watch | None = None
-
-
-failed = _Failed()
+failed = threading.local()
 """What the thread's last capture that failed has made."""
 
 
 def take_back() -> None:
     """Takes what a failed capture has made out of dicts and lists of libraries, as stores of parameters by name."""
-    watch, failed.watch = failed.watch, None
+    watch = vars(failed).pop("watch", None)
     if watch is not None:
         _take_out(watch.reachable())
 

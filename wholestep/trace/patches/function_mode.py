@@ -2,13 +2,19 @@
 
 It knows when C++ may ask for a number, and stops values that would escape to Python; what C++ does past the dispatcher
 is done by operators (`by_operators.py`).
+
+It also follows gradients from before a step that the step replaces unread, as a `zero_grad()` before the backward does.
+Whether such a gradient is there is no matter: a step captured at its first call, where `.grad` is None, serves later
+ones too. What decides is the first thing that happens to a `.grad` in the step: that it is set, or is read by
+`zero_grad`, which sets it to None whatever it finds.
 """
 
 from __future__ import annotations
 
+import inspect
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -16,7 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import dlpack
 
-from wholestep.capture.version_counters import Count
+from wholestep.capture.outside.stand_ins import Count
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.functional import Required
 from wholestep.nested import leaves, map_leaves
@@ -38,12 +44,53 @@ from wholestep.trace.numbers.host_numbers import HostInt, HostNode, make_host, p
 from wholestep.trace.numbers.recorded_numbers import PythonCall
 from wholestep.trace.numbers.symbolic_sizes import is_host, is_made
 from wholestep.trace.operators.tables import ESCAPES, MEMORY_READS
-from wholestep.trace.outputs.replaced_gradients import DELETE, GET, SET, ReplacedGradients
-from wholestep.trace.patches.by_operators import BY_OPERATORS
-from wholestep.trace.patches.tensor_sequences import COMPRESSED
+from wholestep.trace.patches.by_operators import BY_OPERATORS, COMPRESSED
 from wholestep.trace.record.caught_errors import is_caught
 from wholestep.trace.record.provenance import user_line
 from wholestep.trace.record.recorder import Recorder
+
+GET, SET, DELETE = (getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__delete__"))  # type: ignore[attr-defined]
+_OWN = f"{__name__.partition('.')[0]}."
+_ZERO_GRAD = {inspect.unwrap(kind.zero_grad).__code__ for kind in (torch.optim.Optimizer, torch.nn.Module)}
+
+
+class ReplacedGradients:
+    """Follows the `.grad` of tensors from outside through one run of a step.
+
+    Args:
+        parameters: those of which each backward says whether it has changed their gradients.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._parameters = {id(parameter) for parameter in parameters}
+        self._read: set[int] = set()
+        self._replaced: dict[int, torch.Tensor] = {}
+        self._ran_backward = False
+
+    def accessed(self, func: Any, tensor: torch.Tensor, caller: FrameType) -> None:
+        """Notes that `.grad` was read, set or deleted."""
+        key = id(tensor)
+        if key in self._read or key in self._replaced or caller.f_globals.get("__name__", "").startswith(_OWN):
+            return
+        unknown = self._ran_backward and key not in self._parameters
+        if unknown or (func == GET and not _sets_to_none(caller)):
+            self._read.add(key)
+        else:
+            self._replaced[key] = tensor
+
+    def accumulated(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Notes that a backward has run, and which parameters' gradients it has changed."""
+        self._ran_backward = True
+        self._read.update(id(p) for p in parameters if id(p) not in self._replaced)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors whose gradients from before are replaced unread."""
+        return list(self._replaced.values())
+
+
+def _sets_to_none(caller: FrameType) -> bool:
+    return caller.f_code in _ZERO_GRAD and caller.f_locals.get("set_to_none") is True
 
 
 class TorchCalls(TorchFunctionMode):
@@ -92,17 +139,10 @@ class TorchCalls(TorchFunctionMode):
 
     def _escape(self, name: str, func: Any, args: Any) -> Any:
         """A read of a value by Python: its result where it becomes a guard, else refused."""
-        with dispatching():
-            return self._read(name, func, args)
-
-    def _read(self, name: str, func: Any, args: Any) -> Any:
         decides = name == "__contains__" and self.numbers.may_decide
-        if name in READABLE and (decides or self.numbers.is_fixed(args[0])):
-            if name == "__contains__":
-                return self.call(func, args, {})
-            if name == "tolist":
-                return self.numbers.as_list(args[0])
-            return READABLE[name](self.call(torch.Tensor.item, args, {}))
+        with dispatching():
+            if name in READABLE and (decides or self.numbers.is_fixed(args[0])):
+                return READABLE[name](self, func, args)
         remedy = {**ESCAPES, **MEMORY_READS}[name] + (f", or {OTHERWISE}" if name in READABLE else "")
         owner = "Tensor" if isinstance(args[0], torch.Tensor) else type(args[0]).__name__
         what = "Cannot access data pointer" if "data_ptr" in name else "Python needs the value"
@@ -232,14 +272,17 @@ HANDLERS: dict[Any, Callable[[TorchCalls, Any, Any, Any], Any]] = {
     **BY_OPERATORS,
 }  # fmt: skip
 
-# Tensor methods that give a value to Python, and what makes it of a number.
-READABLE: dict[str, Any] = {
-    "__float__": float,
-    "__int__": int,
-    "__index__": operator.index,
-    "__complex__": complex,
-    "tolist": None,
-    "__contains__": None,
+
+
+def _converted(convert: Callable[[Any], Any]) -> Callable[[TorchCalls, Any, Any], Any]:
+    return lambda calls, func, args: convert(calls.call(torch.Tensor.item, args, {}))
+
+
+# Tensor methods that give a value to Python, and how.
+READABLE: dict[str, Callable[[TorchCalls, Any, Any], Any]] = {
+    **{f"__{kind.__name__}__": _converted(kind) for kind in (float, int, operator.index, complex)},
+    "tolist": lambda calls, func, args: calls.numbers.as_list(args[0]),
+    "__contains__": lambda calls, func, args: calls.call(func, args, {}),
 }
 
 

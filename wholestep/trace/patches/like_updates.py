@@ -132,7 +132,7 @@ class LikeUpdates:
         size, asked = len(self.graph.nodes), self._asked()
         update()
         with no_modes():
-            made = self._since(size)
+            made = self.recorder.builder.since(size)
             depend, calls = set(reads), list[fx.Node]()
             for node in made:
                 if any(operand in depend for operand in node.all_input_nodes):
@@ -150,10 +150,6 @@ class LikeUpdates:
                 return None
             counts = [t._version - before for t, before in zip(row.tensors, counts, strict=True)]
             return Update(calls, reads, news, counts)
-
-    def _since(self, size: int) -> list[fx.Node]:
-        nodes = iter(reversed(self.graph.nodes))
-        return [next(nodes) for _ in range(len(self.graph.nodes) - size)][::-1]
 
     def _asked(self) -> tuple[int, ...]:
         """How much is known that may be of one row alone: inputs, questions about them, decisions."""

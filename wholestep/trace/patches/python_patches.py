@@ -1,8 +1,10 @@
 """The table of what is patched while a step is traced, for the thread that traces it (`wholestep/patches.py`).
 
-Some things that a step does never reach the dispatcher: reading the random generator's state, `math.sqrt`
-of a host number, the end of a `backward()`. For these the functions themselves are replaced for the time
-of the trace.
+Some things that a step does never reach the dispatcher: methods of torch's random generators, `math.sqrt` of a host
+number, the end of a `backward()`. For these the functions themselves are replaced for the time of the trace.
+
+`torch.get_rng_state`, `torch.manual_seed`, `torch.random.fork_rng` and what libraries make of them end in three methods
+of generators, which become nodes of the graph. Others are refused (`external_calls.py`).
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from types import BuiltinFunctionType
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils import checkpoint as checkpoints
 
+from wholestep import functional
 from wholestep.capture.outside.torch_settings import Settings
 from wholestep.capture.substitutes.detached_aliases import refuse_outside
-from wholestep.errors import UnsupportedError
+from wholestep.errors import CaptureError, UnsupportedError
 from wholestep.ir import Gradient, is_dense
 from wholestep.marks import wanted_mean
 from wholestep.patches import Replacement, original, patched, reading
@@ -33,16 +37,60 @@ from wholestep.torch_compat import (
     checkpoint_contexts,
     has_foreach_support,
     nested_compiles,
+    no_modes,
     unseen_fakes,
 )
 from wholestep.trace.numbers.host_numbers import AWARE, HOSTS, aware_choice
 from wholestep.trace.numbers.symbolic_sizes import is_made, is_size
 from wholestep.trace.operators.data_dependent_formulas import behind, by_data
-from wholestep.trace.outputs.replaced_gradients import ReplacedGradients
-from wholestep.trace.patches import generator_methods, types_asked
+from wholestep.trace.patches import types_asked
 from wholestep.trace.patches.engine_hook import handled
+from wholestep.trace.patches.function_mode import ReplacedGradients
 from wholestep.trace.patches.like_updates import LikeUpdates
 from wholestep.trace.record.recorder import Recorder, refuse_higher_order
+
+Generator = torch.Generator
+
+_get_state, _set_state, _manual_seed = Generator.get_state, Generator.set_state, Generator.manual_seed
+
+
+def generator_methods(recorder: Recorder) -> list[Replacement]:
+    """What stands in for the methods of generators while the step is traced."""
+    builder, refused = recorder.builder, recorder.numbers.refused
+
+    def operand(generator: Generator) -> tuple[fx.Node, ...]:
+        try:
+            node = recorder.inputs.generator(generator)
+        except CaptureError as error:
+            raise refused(error) from None
+        return () if node is None else (node,)
+
+    def get_state(generator: Generator) -> torch.Tensor:
+        with no_modes(), builder.fake_mode:
+            fake = torch.empty(_get_state(generator).numel(), dtype=torch.uint8)
+            value = builder.detached(fake)
+            builder.root(fake, builder.emit(functional.get_rng_state, operand(generator), value=value))
+        return fake
+
+    def set_state(generator: Generator, new_state: torch.Tensor) -> Generator:
+        with no_modes():
+            if not isinstance(new_state, torch.Tensor):
+                _set_state(generator, new_state)  # eager's error
+            scratch = Generator(generator.device)
+            if new_state.dtype != torch.uint8 or new_state.numel() != _get_state(scratch).numel():
+                _set_state(scratch, torch.zeros(tuple(new_state.shape), dtype=new_state.dtype))  # eager's error
+            read = recorder.inputs.read(new_state)
+            builder.emit(functional.set_rng_state, (read, *operand(generator)), value=())
+        return generator
+
+    def manual_seed(generator: Generator, seed: int) -> Generator:
+        seed = int(seed) if isinstance(seed, torch.SymInt) else seed
+        _manual_seed(Generator(generator.device), seed)  # eager's errors
+        builder.emit(functional.manual_seed, (seed, *operand(generator)), value=())
+        return generator
+
+    recorded: list[Callable[..., Any]] = [get_state, set_state, manual_seed]
+    return [(Generator, method.__name__, method) for method in recorded]
 
 
 def _recorded_backward(
@@ -221,7 +269,7 @@ def patched_python(
         *_size_aware(recorder),
         *recorder.storages.patches(),
         *((operator, "__call__", _dynamos_checkpoint) for operator in CHECKPOINT_OPERATORS),
-        *generator_methods.methods(recorder),
+        *generator_methods(recorder),
         *LikeUpdates(recorder).patches(),
         *nested_compiles(),
         *types_asked.patches(recorder.inputs, recorder.builder.sizes is not None),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import keyword
 import re
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -46,7 +46,6 @@ class GraphBuilder:
         self.constants: dict[str, torch.Tensor] = {}
         self.gradients: list[Gradient] = []
         self.watch = Watch()
-        self._taken: set[str] = set()
         self._last_placeholder: fx.Node | None = None
 
     def emit(
@@ -59,6 +58,10 @@ class GraphBuilder:
         if self.sizes is not None:
             args, kwargs = map_leaves(held, args), map_leaves(held, kwargs)
         return set_info(add_call(self.graph, target, args, kwargs), self._record(value))
+
+    def since(self, count: int) -> list[fx.Node]:
+        """The nodes that were added when there were so many."""
+        return [*islice(reversed(self.graph.nodes), len(self.graph.nodes) - count)][::-1]
 
     def note_module(self) -> int:
         """Notes whose module the autograd node belongs to that was made last; gives its sequence number.
@@ -84,23 +87,14 @@ class GraphBuilder:
         """A new input of the graph, after those there are."""
         with no_modes():  # a source may print a tensor
             source = str(source)
-        name = self._name(source)
+        name = re.sub(r"\W+", "_", re.sub(r"^[LGC]\['(\w+)'\]", r"\1", source)).strip("_") or "value"
         first = next(iter(self.graph.nodes), None)
         last = self._last_placeholder
         with self.graph.inserting_after(last) if last else self.graph.inserting_before(first):
-            node = self._last_placeholder = self.graph.placeholder(name)
+            node = self._last_placeholder = self.graph.placeholder(f"v_{name}" if name[0].isdigit() else name)
+        node.target = node.name  # which is one of its own
         self.inputs.append(Input(str(node.target), source, kind, **wrapped))
         return set_info(node, NodeInfo(value))
-
-    def _name(self, source: str) -> str:
-        name = re.sub(r"\W+", "_", re.sub(r"^[LGC]\['(\w+)'\]", r"\1", source)).strip("_") or "value"
-        if name[0].isdigit() or keyword.iskeyword(name):
-            name = f"v_{name}"
-        unique, count = name, 1
-        while unique in self._taken:
-            unique, count = f"{name}_{count}", count + 1
-        self._taken.add(unique)
-        return unique
 
     def root(self, fake: torch.Tensor, node: fx.Node) -> Ref:
         """Makes a tensor the root of memory of its own, with a node's value as content."""

@@ -66,7 +66,7 @@ class Inputs:
         items: the inputs, in the order of their first use.
         by_id: id of a real tensor -> its input.
         reached: memory -> an input in it beyond whose elements the step reads.
-        asked: (id of an input, a question of `traced.QUESTIONS` that the graph or Python has asked of it) -> the input.
+        asked: (id of an input, a question of `QUESTIONS` that the graph or Python has asked of it) -> the input.
         on_new: called with each new input that is a tensor.
     """
 

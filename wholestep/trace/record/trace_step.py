@@ -21,14 +21,12 @@ from wholestep.trace.numbers.host_numbers import is_for_plain
 from wholestep.trace.numbers.symbolic_sizes import Sizes, is_made
 from wholestep.trace.outputs.collect_outputs import OutputCollector
 from wholestep.trace.outputs.leaks import empty_caches, failed, made_at
-from wholestep.trace.outputs.replaced_gradients import ReplacedGradients
-from wholestep.trace.patches.function_mode import TorchCalls
+from wholestep.trace.patches.function_mode import ReplacedGradients, TorchCalls
 from wholestep.trace.patches.python_patches import patched_python
-from wholestep.trace.record.finish import finish
+from wholestep.trace.record.finish import Differentiate, SharedMemory, Traced, finish
 from wholestep.trace.record.inputs import TracedInput
 from wholestep.trace.record.provenance import Provenance, line_of
 from wholestep.trace.record.recorder import Recorder
-from wholestep.trace.traced import Differentiate, SharedMemory, Traced
 
 MAKES_SUBCLASS = "make it outside of the step, and pass it the plain tensor"
 
