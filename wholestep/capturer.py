@@ -75,7 +75,7 @@ class Capturer:
             if isinstance(error, RecursionError) and _is_ours(error):
                 what = "arguments, state or results of the step are nested too deeply for Python's recursion limit"
                 remedy = "nest them less deeply, or raise sys.setrecursionlimit()"
-                raise UnsupportedError(what, remedy, line_of(error)) from None
+                raise UnsupportedError(what, remedy, where=line_of(error)) from None
             if isinstance(error, CaptureError) and not error.where:  # of what the step can see, or found at its end
                 error.locate(line_of(error))
             raise

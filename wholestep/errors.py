@@ -45,7 +45,7 @@ class CaptureError(WholestepError, RuntimeError):
         where: the user's ``file:line``; where it is empty, tracing gives it that of the code that led there.
     """
 
-    def __init__(self, what: str, remedy: str = "", where: str = "") -> None:
+    def __init__(self, what: str, remedy: str = "", *, where: str = "") -> None:
         self.what, self.remedy = what, remedy
         self.locate(where)
 

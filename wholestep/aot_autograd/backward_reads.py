@@ -67,7 +67,7 @@ def refusing_reads(nodes: Iterable[Any], hooks_before: int) -> Iterator[None]:
         raise UnsupportedError(
             f"{code.co_name} runs in the backward of a compiled function and reads {path}, which may change until then",
             "compile the whole step, its backward() included, or keep the value in the context or in a tensor",
-            f"{code.co_filename}:{code.co_firstlineno}",
+            where=f"{code.co_filename}:{code.co_firstlineno}",
         )
 
 

@@ -134,7 +134,7 @@ class CompiledBackward(ContextDecorator):
             raise UnsupportedError(
                 "a backward with create_graph=True inside of compiled_backward: its result would have no history",
                 "call it outside of the context",
-                user_line(),
+                where=user_line(),
             )
         graph = run, roots, grads, inputs, flags["accumulate_grad"]
         try:

@@ -179,7 +179,7 @@ def _refuse_retained(outputs: list[Output]) -> None:
             raise UnsupportedError(
                 "retain_grad() on a result that other results of a compiled function are made of",
                 "call backward() inside of the function too, or make them outside of it",
-                made_at(kept),
+                where=made_at(kept),
             )
 
 
@@ -191,7 +191,7 @@ def _refuse(collector: OutputCollector, refused: list[tuple[Output, str]]) -> No
         elif why.startswith("Trying to backward"):
             assert output.input is not None
             remedy = "detach what you add, as in total += loss.detach()"
-            raise LeakError(f"{output.input.source} {IN_PLACE}", remedy, made_at(output.tensor))
+            raise LeakError(f"{output.input.source} {IN_PLACE}", remedy, where=made_at(output.tensor))
 
 
 def _gradients(
@@ -212,7 +212,7 @@ def _gradients(
         if all(is_library(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
             raise
         what = f"its backward raises {type(error).__name__}: {error}"
-        raise UnsupportedError(what, "call backward() inside of the function", line_of(error)) from error
+        raise UnsupportedError(what, "call backward() inside of the function", where=line_of(error)) from error
     kept = []
     for index, output in enumerate(outputs):
         try:

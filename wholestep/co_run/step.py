@@ -179,7 +179,7 @@ class CoRun:
                 raise CaptureError(
                     f"the step's segments needed {MAX_PROGRAMS} programs; operators differ from call to call again",
                     "keep the number of branches and sizes small, or compile a smaller part of the step",
-                    user_line(),
+                    where=user_line(),
                 )
             program = self._ranks.compile(segment, tensors, numbers, varying)
         else:

@@ -64,6 +64,6 @@ def _edge(of: Any) -> tuple[Any, int]:
 def _refusal(what: str) -> UnsupportedError:
     return UnsupportedError(
         f"{what} a result of a compiled function that other results of it are made of, or that has a hook inside",
-        user_line(),
         "call backward() inside of the function, or make the others, and add the hook, outside of it",
+        where=user_line(),
     )

@@ -138,4 +138,4 @@ def _of_part(node: fx.Node, parts: set[fx.Node]) -> bool:
 
 
 def _refuse(what: str, where: str) -> None:
-    raise UnsupportedError(f"fully_shard with {what}", "compile without fullgraph=True", where)
+    raise UnsupportedError(f"fully_shard with {what}", "compile without fullgraph=True", where=where)

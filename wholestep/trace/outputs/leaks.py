@@ -71,7 +71,7 @@ class Watch:
                     empty_caches(frozen=objects_are_frozen())
                 _take_out(alive)
                 what = f"{_named(value)} is kept {holder}, where a replay cannot put what takes its place"
-                raise LeakError(what, remedy, made_at(value))
+                raise LeakError(what, remedy, where=made_at(value))
 
 
 class _Caches:

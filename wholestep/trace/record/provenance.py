@@ -99,7 +99,7 @@ class Provenance:
                 if base.__name__ == name and base.__module__.startswith(package):
                     what = f"{name} inside of a compiled step, which communicates where no graph can show it"
                     remedy = f"give the step the module as it was before, and a plan: plan=ws.{plan}(axis), mesh=…"
-                    raise UnsupportedError(what, remedy, user_line())
+                    raise UnsupportedError(what, remedy, where=user_line())
 
     @contextmanager
     def following(self) -> Iterator[None]:
