@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import wholestep as ws
 from wholestep import comm
-from wholestep.checkpoint.read import Reader
+from wholestep.checkpoint.load import Reader
 from wholestep.errors import CheckpointError
 from wholestep.tensor_parts import Part, mark_part, narrow_to, part_of
 

@@ -11,7 +11,7 @@ from torch import nn
 import wholestep as ws
 from tests.support.deferred_ranks import llama, tokens, train_step
 from wholestep import comm
-from wholestep.checkpoint.read import Reader
+from wholestep.checkpoint.load import Reader
 from wholestep.errors import CheckpointError
 from wholestep.parallel import deferred, fully_shard
 

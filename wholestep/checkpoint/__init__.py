@@ -5,6 +5,5 @@ at once, so that the last complete checkpoint is there at any instant; `docs/che
 May import: comm, deferred_init, errors, tensor_parts.
 """
 
-from wholestep.checkpoint.load import load
-from wholestep.checkpoint.read import optimizer_state_dict, state_dict
+from wholestep.checkpoint.load import load, optimizer_state_dict, state_dict
 from wholestep.checkpoint.save import save, save_pretrained

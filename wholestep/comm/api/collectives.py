@@ -211,7 +211,7 @@ def barrier(group: Group = None, async_op: bool = False, timeout: timedelta | No
         return waited(tracing.into("barrier", [], torch.zeros(1), pg), async_op)
     work = launch(pg, "barrier", None, async_op, lambda pg: pg.barrier(Options(timeout=timeout, async_op=async_op)))
     if timeout is None:
-        learn(table.BARRIER, None, None, None, group, None, pg, "barrier", None)
+        learn(table.BARRIER, None, None, None, group, None, pg, None)
     return work
 
 

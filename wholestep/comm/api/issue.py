@@ -86,7 +86,7 @@ def issue(
         lambda pg: staged(outs, lambda copies: row.start(pg, copies, ready, opts), given_outs, apart, written),
     )  # fmt: skip
     if root[1] is None and opts.root != ANY_RANK and not (apart or tag or splits[0] or splits[1]):
-        learn(row, out, inp, op, group, root[0], pg, row.name, like)
+        learn(row, out, inp, op, group, root[0], pg, like)
     return work
 
 

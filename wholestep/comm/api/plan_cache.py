@@ -95,7 +95,6 @@ def learn(
     group: Any,
     root: int | None,
     owner: ProcessGroup,
-    name: str,
     like: torch.Tensor | None,
 ) -> None:
     """After a call that went well: leaves its plan for those like it.
@@ -104,7 +103,7 @@ def learn(
         out, inp: what it writes and reads, as the user gave them.
         op, group, root: as the user gave them; the plan is found by their identity.
         owner: the group itself.
-        name, like: for the flight recorder.
+        like: the tensor that the flight recorder shows.
     """
     if isinstance(owner, DeviceGroup):
         owner = owner.parts.get("cpu", owner)
@@ -116,7 +115,7 @@ def learn(
     if op is not None and as_op(op)[1] is not None and red != MEAN:  # multiplied by a factor first, which no plan does
         return
     part = out_stride if code == ALL_TO_ALL else 0
-    shown = flight_recorder.shown(owner, name, like)
+    shown = flight_recorder.shown(owner, row.name, like)
     native.learn(
         row.code, out, inp, op, group, root, owner, shown, owner._handle, code, dtype, red, group_root, nbytes, shape,
         in_stride, out_stride, elem, owner._seconds, part,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import accumulate
 
@@ -35,7 +34,6 @@ PATIENCE = 0.7  # seconds for a rank that knows the reason to tell it
 LONGER = 4.0  # the same, where that rank may be one that waits LATER
 
 
-@dataclass
 class Topology:
     """The hosts of a group, in the order of their first ranks.
 
@@ -48,21 +46,11 @@ class Topology:
         row_of: each rank's row in that table.
     """
 
-    homes: list[str]
-    hosts: list[list[int]] = field(init=False)
-    host_of: list[int] = field(init=False)
-    place_of: list[int] = field(init=False)
-    rows: list[slice] = field(init=False)
-    row_of: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        by_home: dict[str, list[int]] = {}
-        for rank, home in enumerate(self.homes):
-            by_home.setdefault(home, []).append(rank)
-        self.hosts = list(by_home.values())
-        number = {home: index for index, home in enumerate(by_home)}
-        self.host_of = [number[home] for home in self.homes]
-        self.place_of = [by_home[home].index(rank) for rank, home in enumerate(self.homes)]
+    def __init__(self, homes: list[str]) -> None:
+        names, self.homes = list(dict.fromkeys(homes)), homes
+        self.host_of = [names.index(home) for home in homes]
+        self.hosts = [[rank for rank, host in enumerate(self.host_of) if host == one] for one in range(len(names))]
+        self.place_of = [self.hosts[host].index(rank) for rank, host in enumerate(self.host_of)]
         ends = list(accumulate(len(ranks) for ranks in self.hosts))
         self.rows = [slice(end - len(ranks), end) for end, ranks in zip(ends, self.hosts, strict=True)]
         self.row_of = [self.rows[host].start + place for host, place in zip(self.host_of, self.place_of, strict=True)]
