@@ -15,6 +15,7 @@ from wholestep.capture_call import capture
 from wholestep.errors import CaptureError
 from wholestep.ir import NodeInfo
 from wholestep.lower import lower
+from wholestep.nested import leaves
 from wholestep.pipeline import Options, of_one_rank
 from wholestep.runtime import Program
 from wholestep.trace.record.inputs import flat_memory
@@ -105,28 +106,11 @@ class Segment:
         """For each call, the slots that no later one reads."""
         read, found = set(self.alive), []
         for _, args, kwargs, results in reversed(self.calls):
-            here = {*_indices(args), *_indices(kwargs), *_made(results)}
+            here = {leaf.index for leaf in leaves((args, kwargs)) if type(leaf) is Slot}
+            here |= {leaf for leaf in leaves(results) if leaf is not None}
             found.append(here - read)
             read |= here
         return found[::-1]
-
-
-def _indices(part: Any) -> Iterator[int]:
-    """The slots in a part of a recorded call."""
-    if type(part) is Slot:
-        yield part.index
-    elif type(part) is tuple:
-        for item in part:
-            yield from _indices(item)
-
-
-def _made(results: Any) -> Iterator[int]:
-    """The slots of a call's results."""
-    if type(results) is int:
-        yield results
-    elif results is not None:
-        for item in results:
-            yield from _made(item)
 
 
 def _filled(part: Any, values: dict[int, Any], numbers: Iterator[float]) -> Any:
