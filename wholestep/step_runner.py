@@ -145,7 +145,7 @@ class StepRunner:
 
         def begin() -> None:
             nonlocal running
-            self._executor.preflight.check_call(entry.terms)
+            self._executor.preflight.check_call(entry.terms, values)
             if ready is not None:
                 ready()
             running = True

@@ -173,3 +173,31 @@ def _differing() -> Iterator[str]:
 @pytest.mark.filterwarnings("ignore")
 def test_checkpoints_with_random_numbers_under_stock_wrappers(tmp_path: Path) -> None:
     assert run_ranks(differing, 2, args=(str(tmp_path / "meet"),)) == [[], []]
+
+
+class Own(torch.autograd.Function):
+    """A checkpoint of a library's own, as memcnn's, which asks how its backward was called."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError("Own is not compatible with .grad(), please use .backward() if possible")
+        x, w = ctx.saved_tensors
+        return grad * w, grad * x
+
+
+def test_checkpoints_of_libraries_that_ask_how_their_backward_is_called() -> None:
+    def trained(compile: Any) -> Tensor:
+        w = torch.ones(3, requires_grad=True)
+        compiled = compile(lambda x: Own.apply(x, w) * 2)
+        for _ in range(2):
+            compiled(torch.full((3,), 2.0)).sum().backward()
+        assert w.grad is not None
+        return w.grad
+
+    assert torch.equal(trained(lambda function: function), trained(ws.compile))

@@ -790,6 +790,27 @@ def test_a_backward_outside_sees_what_python_that_runs_in_it_reads(inner: Any) -
         trained(lambda model: ws.compile(model, fullgraph=True))
 
 
+def test_what_a_hook_takes_back_of_what_the_forward_set_is_taken_back_outside() -> None:
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.running = nn.Parameter(torch.ones(2)), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.running = 1
+            return hooked(x * self.weight, lambda grad: setattr(self, "running", 0)) * 2
+
+    model = Counted()
+    compiled = ws.compile(model)
+    for _ in range(3):
+        loss = compiled(torch.ones(2)).sum()
+        assert model.running == 1
+        loss.backward()
+        assert model.running == 0
+    with pytest.raises(UnsupportedError, match="runs in the backward of a compiled function changes"):
+        ws.compile(model, fullgraph=True)(torch.ones(2))
+
+
 SCRIPT = """
 scale, weight, found = 2.0, torch.ones(2, requires_grad=True), []
 compiled = compile(lambda w: hooked(w * 1, lambda grad: grad * scale))

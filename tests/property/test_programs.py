@@ -58,7 +58,9 @@ def judge(program: Program) -> None:
     except (Different, UnsupportedError) as error:
         reshaped = "changes the shape of L['inputs']" in str(error) and set(RESHAPES) & {i.op for i in program.body}
         # of a write to an expanded tensor eager only warns, and which element wins is not defined
-        if not (reshaped or "writes to an expanded tensor" in str(error) or served(program, str(error))):
+        # `index_fill_` of an empty view past its memory's end writes nothing, where eager raises (CHANGELOG)
+        past = str(error).startswith("eager raises RuntimeError('setStorage: ") and str(error).endswith("compiled None")
+        if not (reshaped or past or "writes to an expanded tensor" in str(error) or served(program, str(error))):
             raise
 
 

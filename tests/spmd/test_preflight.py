@@ -61,6 +61,10 @@ def test_other_numbers_and_other_copies_of_one_batch_are_named(both):
         assert (found["rows"], found["numbers"]) == ("", ""), "each rank its own rows, all ranks the same numbers"
         assert "values of L['x'] with checksum" in found["whole"] and "batch=ws.Shard(0)" in found["whole"]
         assert "mul.Tensor(·, 1.0)" in found["number"] and "mul.Tensor(·, 2.0)" in found["number"]
+        assert "3.0; rank 1 has values of L['scale']: 4.0" in found["other later"]
+        words = "rank 0 has setting L['opt'].param_groups[0]['lr']: 0.3; rank 1 has setting "
+        assert words in found["rates"] and words in found["rates of DDP"] and "values of number" in found["rates read"]
+        assert "BUT" not in found["rates"] + found["rates of DDP"] + found["rates read"]
 
 
 def test_what_needs_a_whole_tensor_is_refused_and_changes_nothing(both):

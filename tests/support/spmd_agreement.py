@@ -27,7 +27,7 @@ def error(call: Callable[[], Any]) -> str:
     return ""
 
 
-def setup(step: Callable[..., Any] = plain, **settings: Any) -> SimpleNamespace:
+def setup(step: Callable[..., Any] = plain, plan: Any = None) -> SimpleNamespace:
     g = torch.Generator().manual_seed(3)
     torch.manual_seed(0)
     model = MLP().double()
@@ -35,7 +35,7 @@ def setup(step: Callable[..., Any] = plain, **settings: Any) -> SimpleNamespace:
     return SimpleNamespace(
         model=model,
         opt=opt,
-        step=ws.compile(step, mesh=mesh(), plan=Cut(**settings), fullgraph=True),
+        step=ws.compile(step, mesh=mesh(), plan=plan or Cut(), fullgraph=step is not printing),
         batch=lambda: rows(g),
     )
 
@@ -166,7 +166,22 @@ def other_values() -> dict[str, str]:
     rank = comm.get_rank()
     found["numbers"] = error(lambda: [step(model, x, scale) for scale in (1.0, 2.0)])
     found["number"] = error(lambda: ws.compile(train, mesh=mesh(), plan=Cut(), fullgraph=True)(model, x, 1.0 + rank))
+    found["other later"] = error(lambda: step(model, x, 3.0 + rank))
+    for name, settings in {"rates": {}, "rates of DDP": {"plan": ws.DataParallel("dp")}, "rates read": {}}.items():
+        run = setup(plain if name != "rates read" else printing, **settings)
+        rates = [0.1, 0.2, 0.3, 0.3, 0.3 + rank]
+        before, found[name] = [], ""
+        for rate in rates:
+            assert not found[name]
+            run.opt.param_groups[0]["lr"], before = rate, image(run.model)
+            found[name] = error(lambda run=run: run.step(run.model, run.opt, *map(mine, run.batch())))
+        found[name] += "" if all(map(torch.equal, before, image(run.model))) else " BUT the model has changed"
     return found
+
+
+def printing(model, opt, x, y):
+    print(end="")
+    return plain(model, opt, x, y)
 
 
 def refusals() -> dict[str, str]:

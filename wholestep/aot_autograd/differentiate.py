@@ -49,6 +49,7 @@ IN_PLACE = (
 
 # What a checkpoint says whose backward would run another one inside of `torch.autograd.grad`.
 REENTRANT = "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad()"
+BY_GRAD = "compatible with .grad()"  # and what others say, each in their words
 NO_ADDRESS = "Cannot access data pointer"
 # Each more use of an input keeps a gradient of its size until the backward ends.
 MOST_USES = 4
@@ -206,6 +207,8 @@ def _gradients(
     except (RuntimeError, NotImplementedError) as error:
         if REENTRANT in str(error):
             raise ReentrantCheckpoint from None
+        if BY_GRAD in str(error):
+            raise UnsupportedError(str(error), "call backward() inside of it", where=line_of(error)) from error
         if NO_ADDRESS in str(error):
             raise UnsupportedError(str(error), remedy="address memory outside of compiled functions") from error
     except Exception as error:  # one of a user's function is raised by eager's backward, others by its forward

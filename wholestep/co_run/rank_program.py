@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -168,7 +168,9 @@ class RankProgram(CapturedSegment):
         parts = {id(t): held.part for _, t in pairs if isinstance(t, torch.Tensor) and (held := self._shards.of(t))}
         both = [item for item, _ in pairs], [tensor for _, tensor in pairs]
         unpack = self.program.packed.unpack
-        self.contract = self._executor.start(self.traced.step, unpack, *both, parts, InitialState(None))
+        contract = self._executor.start(self.traced.step, unpack, *both, parts, InitialState(None))
+        at = {item.source: ~index for item, index in zip(inputs, self.indices, strict=True)}
+        self.contract = replace(contract, numbers=tuple([(at[item.source], item) for _, item in contract.numbers]))
 
     def __call__(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
         """Runs it: what it writes and leaves is there afterwards, or this rank's part of it."""

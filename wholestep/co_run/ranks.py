@@ -238,11 +238,11 @@ class Ranks:
                  if f.tensor.layout is torch.strided}  # fmt: skip
         return RankProgram(segment, tensors, numbers, varying, self._options, names, self._shards)
 
-    def begin(self, program: RankProgram | None) -> None:
+    def begin(self, program: RankProgram | None, numbers: Sequence[float]) -> None:
         """Before a segment's program: all ranks are to run it; None: it has to be compiled, which they agree on."""
         self._executor.preflight.begin_call(f"{self._name}, in the segment that ends at {user_line()}")
         if program is not None:
-            self._executor.preflight.check_call(program.contract)
+            self._executor.preflight.check_call(program.contract, numbers)
 
     def run(self, program: RankProgram, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
         """Runs a segment's program; when it fails, the other ranks hear of it."""

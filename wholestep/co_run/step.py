@@ -155,7 +155,7 @@ class CoRun:
         if found is not None and not found.serves(numbers):
             program, varying = None, found.varying_with(numbers)
         if self._ranks is not None:
-            self._ranks.begin(program)
+            self._ranks.begin(program, numbers)
         if program is None:
             program = self._compiled(node, segment, tensors, numbers, varying)
         if program is not None:

@@ -47,11 +47,13 @@ class Contract:
     Attributes:
         calls: in the global view, those of the whole step, as compressed text: ranks that differ compare them.
         random: whether the program draws random numbers.
+        numbers: places among a call's values of numbers that all ranks must have equal.
     """
 
     words: tuple[str | Call, ...]
     calls: bytes = field(default=b"", compare=False)
     random: bool = False
+    numbers: tuple[tuple[int, Input], ...] = field(default=(), compare=False)
 
     def with_random_state(self) -> Contract:
         """With the state of the random generator, for a program that draws from it."""
@@ -60,6 +62,10 @@ class Contract:
     def for_axis(self, axis: str | None) -> list[str]:
         """The words for the ranks along one axis; None: for all ranks of the mesh."""
         return [word if isinstance(word, str) else word.for_axis(axis) for word in self.words]
+
+    def checksum(self, values: Sequence[Any]) -> int:
+        """Of a call's numbers."""
+        return zlib.crc32(repr([values[index] for index, _ in self.numbers]).encode()) if self.numbers else 0
 
     @cached_property
     def is_local(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -170,13 +171,17 @@ class PlanExecutor:
         if not self.groups:
             return Contract(())
         preflight, plans = self.preflight, ", ".join(map(_in_words, self._plans))
-        contract = contract_of(step(), inputs, tensors, preflight.axes, plans, whole, self.view is not None)
+        numbers = [(index, item) for index, item in enumerate(inputs) if item.kind == "number"]
+        contract = replace(
+            contract_of(step(), inputs, tensors, preflight.axes, plans, whole, self.view is not None),
+            numbers=tuple([n for n in numbers if self.decides_together or is_setting(n[1])]),
+        )
         new = self._unsynchronized(inputs, tensors, parts)
         known = contract in preflight.agreed or (contract.is_local and preflight.agreed)  # nothing that others share
         pairs = zip(inputs, tensors, strict=True)  # what is made in parts is not broadcast: it is to be the same
         made = [f"{i.source}{how}" for i, t in pairs if isinstance(t, torch.Tensor) and (how := origin(t))]
         if known and not self.view and not new and not made:
-            preflight.check_call(contract)
+            preflight.check_call(contract, tensors)
             return contract
         preflight.announce_capture(compare=True)
         same_state = preflight.agreed and contract.random  # of the random generator, since the first meeting

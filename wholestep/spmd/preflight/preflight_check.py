@@ -6,14 +6,14 @@ import weakref
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from wholestep import comm
 from wholestep.comm.api.object_collectives import first_difference, gathered_objects
 from wholestep.errors import BreakError, CaptureError, PlanError, WholestepError
-from wholestep.spmd.preflight.contract import SHARED_KINDS, Call, Contract, generator_state
+from wholestep.spmd.preflight.contract import SHARED_KINDS, Call, Contract, generator_state, values_of
 
 MISS = -1  # the number of a rank that has no program for a call yet
 _STRIDE = 0x9E3779B97F4A7C15  # between the numbers of one program's calls
@@ -82,22 +82,28 @@ class PreflightCheck:
         self._step, self._call = "the step", 0  # its name, and how many calls of it the ranks have met for
         self._announced = False  # whether they have for the call that is under way
         self._must_compare = False  # whether other ranks may be waiting for this one to compare
+        self._one_captures = False  # whether one of them has no program for the call
 
     def begin_call(self, name: str) -> None:
         """A call of the step begins."""
         self._announced, self._must_compare, self._step = False, False, name
 
-    def check_call(self, contract: Contract) -> None:
-        """Before a program serves a call: all ranks are to run it, in the same call; in the global view, on batches of
-        one shape. A program without collectives, in the local view, is run alone.
+    def check_call(self, contract: Contract, values: Sequence[Any] = ()) -> None:
+        """Before a program serves a call: all ranks are to run it, in the same call, with the same numbers; in the
+        global view, on batches of one shape. A program without collectives, in the local view, is run alone.
+
+        Args:
+            values: the call's, numbers of the contract among them.
 
         Raises:
             PlanError: on every rank, when they are not, or when another rank's call has failed.
         """
         if self._announced or (contract.is_local and not self._in_global_view):
             return
-        if not self._agree(contract):
-            self.compare(contract.with_random_state() if contract.random else contract)
+        if not self._agree(contract, contract.checksum(values)):
+            words = [values_of(item, values[index]) for index, item in contract.numbers]
+            along = None if self._one_captures else {group.group_name: words for group in self.groups}
+            self.compare(contract.with_random_state() if contract.random else contract, along)
 
     def meet(self, what: str) -> None:
         """Before collectives that are in no program.
@@ -216,22 +222,23 @@ class PreflightCheck:
             found = next((one for _, one in everybody if one), None) or _difference([said for said, _ in everybody])
         return found
 
-    def _agree(self, contract: Contract | None) -> bool:
+    def _agree(self, contract: Contract | None, checksum: int = 0) -> bool:
         """True when all ranks have the same contract now; if not, all are to `_compare`.
 
         Args:
             contract: None for a rank that has no program for a call yet.
+            checksum: of the call's numbers.
         """
         self._call, self._announced, self._must_compare = self._call + 1, True, False
         number = MISS
         if contract is not None:
-            number = contract.number ^ generator_state() if contract.random else contract.number
+            number = contract.number ^ checksum ^ (generator_state() if contract.random else 0)
             number = (number + self._call * _STRIDE) % (1 << 56)
         bounds = torch.tensor([number, -number])
         for group in self.groups:
             comm.all_reduce(bounds, comm.ReduceOp.MAX, group)
         maximum, minimum = bounds.tolist()
-        self._must_compare = maximum != -minimum or maximum == MISS
+        self._must_compare, self._one_captures = maximum != -minimum or maximum == MISS, -minimum == MISS
         return not self._must_compare
 
 

@@ -169,8 +169,9 @@ def _in_our_words(error: Exception, refusal: CaptureError | None) -> CaptureErro
 
 def _refuse_late_effects(world: Snapshot, effects: list[Any]) -> None:
     """A backward that runs outside of the step writes tensors, and changes no other object."""
-    before = {str(effect) for effect in effects}
-    late = [e for e in outcome(world, is_made)[0] if str(e) not in before]
+    found = outcome(world, is_made)[0]
+    before, after = ({str(effect) for effect in some} for some in (effects, found))
+    late = [effect for effect in (*found, *effects) if str(effect) not in before & after]  # made, or taken back
     if late:
         raise UnsupportedError(
             f"a hook that runs in the backward of a compiled function changes {late[0].source}: {late[0]}",
