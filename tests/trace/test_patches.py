@@ -26,6 +26,12 @@ from wholestep.patches import Patches, original, patched, reading
 from wholestep.torch_compat import BACKWARD_ENGINE
 
 
+@pytest.fixture
+def at_rest() -> dict[Any, Any]:
+    """What is patched before a test: what looks at each backward stays, where an earlier test has needed it."""
+    return {**patches.active}
+
+
 class Base:
     flag = True
 
@@ -88,7 +94,7 @@ def test_a_patch_acts_in_one_thread_alone(kind: str) -> None:
 
 
 @pytest.mark.parametrize("own", [{}, {"type": len}], ids=["a builtin", "a name of its own"])
-def test_a_name_in_the_globals_of_functions(own: dict[str, Any]) -> None:
+def test_a_name_in_the_globals_of_functions(own: dict[str, Any], at_rest: dict[Any, Any]) -> None:
     names = {"__builtins__": __builtins__, **own}
     before = dict(names)
 
@@ -100,10 +106,10 @@ def test_a_name_in_the_globals_of_functions(own: dict[str, Any]) -> None:
         with here(names, "type", lambda value: 8):
             assert read() == 8 and (own or eval("isinstance(int, type)", names))
         assert read() == 7
-    assert names == before and not patches.active
+    assert names == before and patches.active == at_rest
 
 
-def test_patches_that_end_in_another_order() -> None:
+def test_patches_that_end_in_another_order(at_rest: dict[Any, Any]) -> None:
     one, two, always = Patches(), Patches(), lambda: True
     sqrt = math.sqrt
     one.put([(math, "sqrt", lambda x: 1.0)], always)
@@ -112,7 +118,7 @@ def test_patches_that_end_in_another_order() -> None:
     one.restore()
     assert math.sqrt(9.0) == 2.0
     two.restore()
-    assert math.sqrt is sqrt and not patches.active
+    assert math.sqrt is sqrt and patches.active == at_rest
 
 
 def test_what_another_thread_sets_meanwhile_stays() -> None:
@@ -152,7 +158,7 @@ def step(model: nn.Module, opt: torch.optim.Optimizer, x: Tensor) -> Tensor:
     return loss
 
 
-def test_every_patch_of_a_capture_is_of_its_thread() -> None:
+def test_every_patch_of_a_capture_is_of_its_thread(at_rest: dict[Any, Any]) -> None:
     """Whatever is patched now or will be: another thread finds the original of each."""
     clocks = ["time", "urandom", "now", "today", "exists", "environ", "open", "random", "normal"]
     met: list[str] = []
@@ -171,7 +177,7 @@ def test_every_patch_of_a_capture_is_of_its_thread() -> None:
 
     model = Looks(3, 3)
     ws.compile(step, fullgraph=True)(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.ones(2, 3))
-    assert len(met) > 100 and not patches.active
+    assert len(met) > 100 and patches.active == at_rest
 
 
 def _distributions() -> None:
@@ -246,7 +252,7 @@ def test_threads_that_work_while_another_captures(monkeypatch: pytest.MonkeyPatc
     assert len(set(drawn)) == len(drawn)
 
 
-def test_two_threads_that_capture_at_once() -> None:
+def test_two_threads_that_capture_at_once(at_rest: dict[Any, Any]) -> None:
     def capture(scale: float) -> list[Tensor]:
         weight = torch.full((3,), scale, requires_grad=True)
 
@@ -259,4 +265,4 @@ def test_two_threads_that_capture_at_once() -> None:
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(capture, (1.0, 4.0)))
     assert all(torch.equal(x, torch.full((3,), v)) for xs, v in zip(found, (2.0, 6.0), strict=True) for x in xs)
-    assert not patches.active
+    assert patches.active == at_rest

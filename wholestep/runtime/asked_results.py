@@ -25,9 +25,16 @@ Between = list[tuple[weakref.ref[torch.Tensor], frozenset[int]]]
 WRAPPERS = "torch.distributed.", "wholestep."
 
 
+_noted: dict[int, weakref.ref[torch.Tensor]] = {}  # those that are alive, by id
+
+
 def note(node: Any, results: Iterable[tuple[torch.Tensor, frozenset[int]]]) -> None:
     """Notes such results at the node that they come from."""
-    node.wholestep_between = [(weakref.ref(result), through) for result, through in results]
+    node.wholestep_between = []
+    for result, through in results:
+        key = id(result)
+        _noted[key] = weakref.ref(result, lambda _, key=key: _noted.pop(key, None))
+        node.wholestep_between.append((_noted[key], through))
     watch(_refuse_inputs)
 
 
@@ -46,7 +53,8 @@ def refuse_hooks(between: Between, tangents: Sequence[torch.Tensor | None]) -> N
 def _refuse_inputs(roots: Sequence[Any], inputs: Sequence[Any]) -> None:
     """The engine is asked for gradients of tensors, such results among them."""
     asked = {edge for edge in map(_edge, inputs) if edge[0] is not None}
-    if not asked:
+    noted = [kept for reference in [*_noted.values()] if asked and (kept := reference()) is not None]
+    if asked.isdisjoint(map(_edge, noted)):  # a walk of the graph takes long
         return
     nodes = list(behind(roots))
     reached = {*map(_edge, roots), *(edge for node in nodes for edge in node.next_functions)}

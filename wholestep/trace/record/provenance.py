@@ -107,8 +107,8 @@ class Provenance:
 
         def enter(module: nn.Module, args: Any) -> None:
             if self.is_here():
-                self._refuse_wrappers(module)
                 self.modules.append(self.names.get(id(module), type(module).__name__))
+                self._refuse_wrappers(module)  # after which `leave` is called, too
                 self._tell(module, True)
 
         def leave(module: nn.Module, args: Any, result: Any) -> None:
