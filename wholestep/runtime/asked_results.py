@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,9 +33,9 @@ def note(node: Any, results: Iterable[tuple[torch.Tensor, frozenset[int]]]) -> N
     """Notes such results at the node that they come from."""
     node.wholestep_between = []
     for result, through in results:
-        key = id(result)
-        _noted[key] = weakref.ref(result, lambda _, key=key: _noted.pop(key, None))
-        node.wholestep_between.append((_noted[key], through))
+        reference = weakref.ref(result, partial(_noted.pop, id(result)))
+        _noted[id(result)] = reference
+        node.wholestep_between.append((reference, through))
     watch(_refuse_inputs)
 
 
