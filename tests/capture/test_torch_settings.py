@@ -323,3 +323,13 @@ def test_modes_around_a_step_see_what_eager_calls(kind: Callable[[], Any], captu
         with kind() as mode:
             found.append((run(x), getattr(mode, "seen", None) or getattr(mode, "flop_counts", None)))
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+
+
+def test_a_function_that_somebody_has_put_in_the_place_of_torchs_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.get_num_threads()
+
+    ws.compile(step, fullgraph=True)(torch.ones(2))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setitem(sys.modules, "loaded_since", ModuleType("loaded_since"))
+    assert torch.equal(ws.compile(step, fullgraph=True)(torch.ones(2)), torch.full((2,), 3.0))
