@@ -19,6 +19,7 @@ from tests.co_run.test_steps import co_run
 from wholestep import comm
 from wholestep.errors import CaptureError
 from wholestep.testing import run_ranks
+from wholestep.trace.patches.engine_hook import handled
 
 
 @pytest.fixture
@@ -92,6 +93,20 @@ def test_one_segment_a_step_where_values_are_read_at_its_end(deferring):
     for _ in range(6):
         step(model, opt, x, log)
     assert len(step.segments) == 1 and not step.refused
+
+
+def test_who_watches_backwards_ends_no_segment(deferring):
+    model, opt, x = regression()
+    step, log, seen = co_run(reading), [], []
+
+    def handler(run, *args, **kwargs):
+        seen.append(1)
+        return run(*args, **kwargs)
+
+    for _ in range(6):
+        with handled(handler):
+            step(model, opt, x, log)
+    assert len(step.segments) == 1 and not step.refused and len(seen) == 6
 
 
 def test_a_schedule_compiles_nothing_more(deferring):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from wholestep.patches import Patches, original, patched
+from wholestep.patches import Patches, original, patched, suspended
 from wholestep.torch_compat import BACKWARD_ENGINE
 
 Handler = Callable[..., Any]
@@ -73,7 +73,12 @@ def running() -> Iterator[None]:
             _inside[me] -= 1
             if not _inside[me]:
                 del _inside[me]
-            _changed.notify_all()
+            _notify()
+
+
+def _notify() -> None:
+    with suspended():  # else a step that defers its operators would run them first, in the engine and under this lock
+        _changed.notify_all()
 
 
 @contextmanager
@@ -93,4 +98,4 @@ def walking() -> Iterator[None]:
     finally:
         with _changed:
             _walker.clear()
-            _changed.notify_all()
+            _notify()
