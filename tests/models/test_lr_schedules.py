@@ -107,3 +107,35 @@ def test_nothing_is_computed_of_what_a_schedule_sets_when_the_step_ends(read: An
     with pytest.raises(UnsupportedError, match=r"read after scheduler.step\(\)|scheduler's own"):
         step(torch.ones(2))
     assert scheduler.state_dict() == before and opt.param_groups[0]["lr"] == 0.1
+
+
+def test_what_a_step_sets_before_and_after_its_schedules_move_is_set_in_that_order() -> None:
+    said = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model, counts, kept, x = nn.Linear(2, 2), {"calls": 0, "ends": 0}, {}, torch.ones(3, 2)
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        group = opt.param_groups[0]
+        first = lr_scheduler.LambdaLR(opt, lambda _: group["momentum"] / (1 + counts["calls"] + counts["ends"]))  # noqa: B023
+        second = lr_scheduler.MultiplicativeLR(opt, lambda _: 0.5)
+
+        def train() -> list[float]:
+            counts["calls"] += 1  # noqa: B023
+            group["momentum"] = 0.5 + 0.1 * counts["calls"]  # noqa: B023
+            group["weight_decay"] = 0.1 * group["lr"]  # noqa: B023
+            model(x).sum().backward()  # noqa: B023
+            opt.step()  # noqa: B023
+            first.step()  # noqa: B023
+            counts["ends"] += 2  # noqa: B023
+            kept["first"] = rate = group["lr"]  # noqa: B023
+            second.base_lrs, group["lr"] = [0.7], 0.3  # noqa: B023
+            second.step()  # noqa: B023
+            kept["second"], group["momentum"] = group["lr"], 0.9  # noqa: B023
+            return [rate, group["lr"], kept["first"]]  # noqa: B023
+
+        step = ws.compile(train, fullgraph=True) if compiled else train
+        seen = [(step(), dict(kept), {k: v for k, v in group.items() if k != "params"}, first.state_dict(),
+                 second.state_dict(), dict(counts)) for _ in range(4)]  # fmt: skip
+        said.append((seen, [p.detach() for p in model.parameters()]))
+    assert repr(said[0][0]) == repr(said[1][0])
+    assert all(map(torch.equal, said[0][1], said[1][1]))

@@ -57,25 +57,29 @@ def outcome(
     snap.substitutes.hand_back()
     reached.add_given()
     described = _Described(snap, is_new)
-    effects = [effect for container in snap.containers for effect in _differences(snap, container, described)]
+    effects: list[changes.Effect] = []
+    for note in [*snap.substitutes.noted, None]:
+        effects += [effect for container in snap.containers for effect in _differences(snap, container, described)]
+        effects += _extensions(snap, described)
+        described.calls += 1
+        if note is not None:
+            args = described.value(note.args, note.source.text) if note.args else Const(())
+            effects.append(changes.Effect(note.source, changes.STEP, value=args))
     for alias in snap.substitutes.aliases.found.values():
         effects += _autograd_effects(alias, snap.substitutes.original(alias.tensor))
     described.refuse_growth()
-    for stand_in in snap.substitutes.lists:
-        source, new = vars(stand_in)["source"], taken(stand_in)
-        if new:
-            tree = described.tree(list, dict(enumerate(new)), source.text)
-            effects.append(changes.Effect(source, changes.EXTEND, value=tree))
-    outcome = described.value(result, "the step's result")
-    noted = [(source, described.value(args, source.text) if args else None) for source, args in snap.substitutes.noted]
-    return [*effects, *(_call(source, "step", args) for source, args in noted)], outcome
+    return effects, described.value(result, "the step's result")
 
 
 class _Described:
-    """Turns what the step left behind into `Value`s."""
+    """Turns what the step left behind into `Value`s.
+
+    Attributes:
+        calls: how many calls of schedulers come before what is being described.
+    """
 
     def __init__(self, snap: Snapshot, is_new: Callable[[torch.Tensor], bool]) -> None:
-        self.snap, self.is_new = snap, is_new
+        self.snap, self.is_new, self.calls = snap, is_new, 0
         stand_ins = snap.substitutes.stand_ins
         self.numbers: tuple[type, ...] = (*NUMBER_TYPES, *{type(stand_in) for stand_in in stand_ins} - {int, float})
         self.stand_ins = {id(s): n for s, n in zip(stand_ins, snap.numbers, strict=False)}
@@ -94,7 +98,10 @@ class _Described:
         if type(value) in (AppendOnlyList, Stopped):
             return Existing(vars(value)["source"], vars(value)["original"])
         if isinstance(value, Pending):
-            return Existing(value.source, value, late=True)
+            if value.call >= self.calls:
+                what = f"{where} was given what a scheduler sets, in a container that was there before its step()"
+                raise UnsupportedError(what, remedy="call scheduler.step() last, or after the compiled step")
+            return Existing(value.source, value, after=value.call)
         if isinstance(value, Deferred):
             raise UnsupportedError(f"{where} was given a scheduler's own attributes", remedy="read them outside")
         if isinstance(value, Count):
@@ -202,12 +209,31 @@ def _leak(held: Any, what: str, remedy: str) -> LeakError:
     return error
 
 
+def _extensions(snap: Snapshot, described: _Described) -> Iterator[changes.Effect]:
+    """What has been appended to lists between two calls of schedulers."""
+    for stand_in in snap.substitutes.lists:
+        source = vars(stand_in)["source"]
+        now = dict(enumerate(taken(stand_in)))
+        before, now = _around(snap, described.calls, id(stand_in), {}, now)
+        if len(now) > len(before):
+            tree = described.tree(list, {k: v for k, v in now.items() if k not in before}, source.text)
+            yield changes.Effect(source, changes.EXTEND, value=tree)
+
+
+def _around(snap: Snapshot, call: int, held: int, first: Contents, now: Contents) -> tuple[Contents, Contents]:
+    """What a container, by its id, held before and after what a step did between two calls of schedulers."""
+    noted = snap.substitutes.noted
+    before = noted[call - 1].after.get(held, first) if call else first
+    return before, noted[call].before.get(held, before) if call < len(noted) else now
+
+
 def _differences(snap: Snapshot, container: Container, described: _Described) -> Iterator[changes.Effect]:
-    """What has changed in one container."""
-    kind, source, now = container.kind, container.source, container.kind.read(container.value)
-    lifted = snap.substitutes.lifted
-    before = {k: lifted.get((id(container.value), k), v) if type(k) in (str, int) else v
-              for k, v in container.before.items()} if lifted else container.before
+    """What has changed in one container between two calls of schedulers; in tensors, at the end."""
+    kind, source = container.kind, container.source
+    at_end, lifted = described.calls == len(snap.substitutes.noted), snap.substitutes.lifted
+    first = {k: lifted.get((id(container.value), k), v) if type(k) in (str, int) else v
+             for k, v in container.before.items()} if lifted else container.before
+    before, now = _around(snap, described.calls, id(container), first, kind.read(container.value) if at_end else {})
     if len(now) != len(before) or not all(map(_same_entry, now.items(), before.items())):
         container.changed = True
         if kind is kinds.TENSOR:
@@ -216,7 +242,7 @@ def _differences(snap: Snapshot, container: Container, described: _Described) ->
             yield _new_contents(container, now, before, described)
         else:
             yield from _entry_differences(snap, container, now, before, described)
-    if kind is kinds.TENSOR and now["grad"] is container.before["grad"] is None:
+    if kind is kinds.TENSOR and at_end and now["grad"] is container.before["grad"] is None:
         if snap.reachable.child(container, "grad").path in snap.replaced_gradients:  # a later call may find one
             yield changes.Effect(source, changes.SET_GRAD)
 
@@ -227,7 +253,7 @@ def _new_contents(container: Container, now: Contents, before: Contents, describ
     grown = len(now) > len(before) > 0 and all(now[key] is before[key] for key in before if key in now)
     added = tree.values[len(before):] if grown else ()
     new = [v.value for v in nested(added) if isinstance(v, New)]
-    new += [v.value for v in added if isinstance(v, Existing) and v.late]
+    new += [v.value for v in added if isinstance(v, Existing) and v.after is not None]
     if new or (added and kind is not kinds.SET):
         described.grown.append((source, len(now) - len(before), [*new, None][0]))
     return changes.Effect(source, changes.SET_CONTENTS, Const(kind), tree)
@@ -288,15 +314,11 @@ def _autograd_effects(found: TensorInput, original: torch.Tensor) -> Iterator[ch
     if any(getattr(alias, name) for name in HOOK_TABLES):
         raise _hooked(source)
     if alias.retains_grad and not original.retains_grad:
-        yield _call(source, "retain_grad")
+        yield changes.Effect(source, changes.CALL, Const("retain_grad"))
     if found.beginning is not None and alias.grad_fn is None:
         if alias.requires_grad:
             raise LeakError(f"{source} is detached in place, and requires grad again", remedy="use tensor.detach()")
-        yield _call(source, "detach_")
-
-
-def _call(source: Source, name: str, args: Value | None = None) -> changes.Effect:
-    return changes.Effect(source, changes.CALL, Const(name), Const(()) if args is None else args)
+        yield changes.Effect(source, changes.CALL, Const("detach_"))
 
 
 def _hooked(source: Source) -> LeakError:

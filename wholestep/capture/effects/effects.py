@@ -3,8 +3,8 @@
 `differences` describes them. A table of two templates says how each reads and which statement does it: `container`,
 `key` and `value` are variables of the code that does them in a later call, around the objects that a binder has just
 let pass. That code makes every new value and finds every container before the first is assigned, so that two effects
-that exchange values do not disturb each other; those that are read late come last. Persistent objects are referred to
-directly, and their tensors through the binder's list of them, which it keeps up to date.
+that exchange values do not disturb each other; what a scheduler sets is read right after its call. Persistent objects
+are referred to directly, and their tensors through the binder's list of them, which it keeps up to date.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ SET_GRAD = Change("{source}.grad = {value}", "{container}.grad = {value}")
 SET_CONTENTS = Change("{source}[:] = {value}", "refill({key}, {container}, {value})")
 # A list or deque that the step appends to and does not read.
 EXTEND = Change("{source} += {value}", "base_of({container}).extend({container}, {value})")
-# A learning-rate scheduler moves on, after all else; a tensor retains its gradient.
-CALL = Change("{source}.{name}{value}", "{container}.{name}(*{value})")
+# A tensor retains its gradient; a learning-rate scheduler moves on.
+CALL = Change("{source}.{name}()", "{container}.{name}()")
+STEP = Change("{source}.step{value}", "{container}.step(*{value})")
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,19 +165,19 @@ class Replay:
         self.dynamic = False
         self.built: dict[int, str] = {}  # id of a Tree or what is Made -> the variable that holds it
         self.reads: list[str] = []
-        self.writes: list[str] = []
-        self.late: list[str] = []
+        self.writes: list[list[str]] = [[]]  # behind each call of a scheduler what is read then, and what follows
         self.replaced: dict[int, str] = {}  # id of a gradient that nobody reads -> the tensor that has it
         self.kept: set[int] = set()
-        outcome = self._value(result)
         for index, effect in enumerate(effects):
             self._effect(index, effect)
+        outcome = self._value(result)
         head = ["call = Call(fn, args, kwargs, replaced)"] if self.dynamic else []
         if path.writer.weak:  # what the step replaces lives until it is done
             self.space["WEAK"] = path.writer.weak
             head.append("kept = [reference() for reference in WEAK]")
         self.space["let_go"] = path.last.let_go
-        lines = [*head, *self.reads, *self.writes, *self.late, f"result = {outcome}", "let_go()", "return result"]
+        writes = [line for lines in self.writes for line in lines]
+        lines = [*head, *self.reads, *writes, f"result = {outcome}", "let_go()", "return result"]
         self.code = "def apply(args, kwargs, made):\n    " + "\n    ".join(lines) + "\n"
         exec(compiled(self.code), self.space)
         self.function: Apply = self.space["apply"]
@@ -207,14 +208,16 @@ class Replay:
             return f"made[{value.index}]"
         if isinstance(value, Const):
             return self._constant(value.value)
-        if isinstance(value, Existing) and value.late:
+        if isinstance(value, Existing) and value.after is not None:
             self.dynamic = True
-            return f"{self._constant(value.source)}.read(call)"
+            source = self._constant(value.source)
+            self.writes[2 * value.after + 1].append(f"p{source} = {source}.read(call)")
+            return f"p{source}"
         if isinstance(value, Existing):
             self.kept.add(id(value.source.read(self.call)))
             return self._read(value.source)
         if id(value) not in self.built:
-            lines = self.late if is_late(value) else self.reads
+            lines = self.writes[-1] if is_late(value) else self.reads
             made = self._made(value) if isinstance(value, Made) else self._tree(value)
             name = self.built[id(value)] = f"n{len(self.built)}"
             lines.append(f"{name} = {made}")
@@ -246,10 +249,11 @@ class Replay:
     def _effect(self, index: int, effect: Effect) -> None:
         variables = {"container": f"h{index}", "key": f"k{index}", "value": f"v{index}"}
         self.reads.append(f"h{index} = {self._read(effect.source)}")
-        late = is_late(*effect.parts.values())
         for name, part in effect.parts.items():
             expression = self._value(part)
-            (self.late if late else self.reads).append(f"{variables[name]} = {expression}")
+            (self.writes[-1] if is_late(part) else self.reads).append(f"{variables[name]} = {expression}")
         if effect.change is SET_GRAD:
             self._replace(effect.source)
-        (self.late if late else self.writes).append(effect.statement(variables))
+        self.writes[-1].append(effect.statement(variables))
+        if effect.change is STEP:
+            self.writes += [], []

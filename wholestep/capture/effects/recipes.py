@@ -36,11 +36,11 @@ class New:
 
 @dataclass(eq=False)
 class Existing:
-    """Something that was there before the step; a ``late`` one is read when all that the step changes is changed."""
+    """Something that was there before the step; a late one is read after a scheduler's call, given by its number."""
 
     source: Source
     value: Any
-    late: bool = False
+    after: int | None = None
 
     def __str__(self) -> str:
         return self.source.text
@@ -109,7 +109,7 @@ def nested(values: Sequence[Value]) -> Iterator[Value]:
 
 def is_late(*values: Value) -> bool:
     """Whether one of some values is, or holds, one that is read late."""
-    return any(isinstance(value, Existing) and value.late for value in nested(values))
+    return any(isinstance(value, Existing) and value.after is not None for value in nested(values))
 
 
 @dataclass

@@ -6,9 +6,10 @@ a stand-in takes their place. That of an iterator refuses to move; that of a lis
 refuses to be read. What is merely passed on comes back as itself.
 
 A learning-rate scheduler computes numbers from a count that grows with every call, in Python of any kind. Traced, that
-would be a new program for each step. So while a step is captured, `scheduler.step()` only takes note of the call; the
-effect `CALL` makes the real call after the program has run. Until then the numbers that the scheduler sets are
-`Pending`: whoever reads them before the step ends is told so.
+would be a new program for each step. So while a step is captured, `scheduler.step()` only takes note of the call, and
+of what containers hold then; the effect `STEP` makes the real call after the program has run, behind what the step
+changed before it and ahead of what it changed later. The numbers that the scheduler sets are `Pending` from the note
+on: whoever computes with them is told so.
 
 The version counter of a tensor from outside is a `Count`, as a step reads it and leaves it in what it gives or keeps.
 """
@@ -18,11 +19,13 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from wholestep.capture.snapshot.container_kinds import Contents
 from wholestep.capture.sources import Child, Item, Source
 from wholestep.errors import CaptureError, LeakError, UnsupportedError
 
@@ -145,22 +148,23 @@ class Pending:
 
     Args:
         before: what stood there before: a number, or a list or tuple of numbers.
+        call: how many calls of schedulers came before the one that sets it.
         refused: takes the error by which the step is refused when it computes with it.
     """
 
-    def __init__(self, source: Source, before: Any, refused: list[CaptureError]) -> None:
-        self.source, self.refused = source, refused
+    def __init__(self, source: Source, before: Any, call: int, refused: list[CaptureError]) -> None:
+        self.source, self.call, self.refused = source, call, refused
         self.original: Any = before.original if isinstance(before, Pending) else before
 
     def __repr__(self) -> str:
-        return f"<{self.source}, set when the step ends>"
+        return f"<{self.source}, set by a scheduler>"
 
     def __len__(self) -> int:
         return len(self._several())
 
     def __getitem__(self, index: int) -> Pending:
         several = self._several()
-        return Pending(Item(self.source, range(len(several))[index]), several[index], self.refused)
+        return Pending(Item(self.source, range(len(several))[index]), several[index], self.call, self.refused)
 
     def _several(self) -> Sequence[Any]:
         return self.original if isinstance(self.original, (list, tuple)) else _compute(self)
@@ -199,6 +203,20 @@ class Deferred:
                 remedy="return the value, and call scheduler.step(value) after the compiled step",
             )
         self.note(self.scheduler, self.source, args)
+
+
+@dataclass
+class Noted:
+    """A call of a scheduler's `step`: at its place, with arguments.
+
+    Attributes:
+        before, after: what containers hold when it is called, and after it, by id; those alone that are not tensors.
+    """
+
+    source: Source
+    args: tuple[Any, ...]
+    before: dict[int, Contents]
+    after: dict[int, Contents]
 
 
 class Version(Child):

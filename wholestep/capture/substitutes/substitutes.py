@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture.outside import stand_ins as standing_in
-from wholestep.capture.outside.stand_ins import AppendOnlyList, Deferred, Pending, StandIn
+from wholestep.capture.outside.stand_ins import AppendOnlyList, Deferred, Noted, Pending, StandIn, taken
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container, Reachable
 from wholestep.capture.sources import Item, Replacement, Root, Source, Vars, lineage
@@ -35,7 +35,7 @@ class Substitutes:
         lifted: (id of a container, key) -> what is there now.
         lists: what stands for those that the step is known to append to.
         unsharded: what stands for whole tensors.
-        noted: calls of schedulers, as source and arguments.
+        noted: calls of schedulers, in their order.
         spread: whether each rank may come to hold a part of any tensor.
     """
 
@@ -45,7 +45,7 @@ class Substitutes:
         self.stand_ins: list[object] = []
         self.lifted: dict[tuple[int, Any], Any] = {}
         self.lists: list[AppendOnlyList] = []
-        self.noted: list[tuple[Source, tuple[Any, ...]]] = []
+        self.noted: list[Noted] = []
         self.spread = False
         self._patches = Patches()
         self.unsharded = UnshardedViews((), None)
@@ -178,20 +178,27 @@ class Substitutes:
 
     def _note(self, scheduler: LRScheduler, place: Source, args: tuple[Any, ...]) -> None:
         """A scheduler's step was called: until it really is, nobody may read what it sets."""
-        self.noted.append((place, args))
         found, refused = self._reachable, self._reachable.outside.refused
+        before, call = self._contents(), len(self.noted)
         for number in found.numbers:
             group: Any = number.container.value if number.container is not None else None
             if any(group is g for g in scheduler.optimizer.param_groups):
                 source = number.source if number.index is None else number.source.base  # type: ignore[attr-defined]
-                self.lifted[id(group), number.key] = group[number.key] = Pending(source, group[number.key], refused)
+                group[number.key] = Pending(source, group[number.key], call, refused)
         kinds_of = {int, float, *map(type, self.stand_ins)}
         moved = set(map(id, standing_in.all_of(scheduler)))
         for one, source in found.schedulers:
             state = vars(one) if id(one) in moved else {}
             for key, value in state.items():
                 if standing_in.is_of_numbers(value, kinds_of):
-                    self.lifted[id(state), key] = state[key] = Pending(Item(Vars(source), key), value, refused)
+                    state[key] = Pending(Item(Vars(source), key), value, call, refused)
+        self.noted.append(Noted(place, args, before, self._contents()))
+
+    def _contents(self) -> dict[int, kinds.Contents]:
+        """What containers other than tensors hold now, and what is appended to lists, by id."""
+        held = {id(c): c.kind.read(c.value) for c in self._reachable.containers if c.kind is not kinds.TENSOR}
+        held |= {id(stand_in): dict(enumerate(taken(stand_in))) for stand_in in self.lists}
+        return {key: {k: v for k, v in contents.items() if type(v) is not Deferred} for key, contents in held.items()}
 
     def restore(self) -> None:
         """Takes everything out of its place but what containers hold, which the snapshot puts back."""
