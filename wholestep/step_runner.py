@@ -16,7 +16,7 @@ from wholestep.errors import BreakError, CaptureError, LazyError, WholestepError
 from wholestep.pipeline import Options
 from wholestep.runtime import Entry, ProgramCache, Ready, Run
 from wholestep.step_log import collecting
-from wholestep.torch_compat import needs_memory
+from wholestep.torch_compat import needs_memory, others_pack_saved_tensors
 from wholestep.trace.numbers.dynamic_shapes import shapes
 from wholestep.trace.outputs.leaks import take_back
 
@@ -61,6 +61,8 @@ class StepRunner:
         entries = self._entries
         if self.co_run is not None and not self._executor.plain:  # on all ranks
             return self.co_run(*args, **kwargs)
+        if others_pack_saved_tensors() and self._options.may_run_python and self._executor.plain:
+            return self._run_under_hooks(args, kwargs)
         of_shapes = shapes((args, kwargs)) if entries.sized else None
         entries.calls += 1
         calls_a_walk = CALLS_A_LONG_WALK if entries.walks_in_vain else CALLS_A_WALK
@@ -123,6 +125,13 @@ class StepRunner:
             return outcome
         finally:
             self._capturer.undo()
+
+    def _run_under_hooks(self, args: Args, kwargs: Kwargs) -> Any:
+        """Serves a call in eager: hooks around it expect what eager saves, where a program saves other things."""
+        reason = "saved_tensors_hooks are active around the step, which see what eager saves; to do: enter them inside"
+        self.eager_calls += 1
+        self.breaks += [reason] if reason not in self.breaks else []
+        return collecting(self._fn)(*args, **kwargs)
 
     def _give_up_replays(self) -> None:
         """From the next call on the step's Python runs, except where a program is known to serve at once."""

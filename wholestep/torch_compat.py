@@ -821,6 +821,12 @@ def innermost_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., An
     return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined, no-any-return]
 
 
+def others_pack_saved_tensors() -> bool:
+    """Whether autograd would now give what it saves to hooks that are neither torch's nor ours, which may change it."""
+    hooks = innermost_saved_tensor_hooks()
+    return hooks is not None and getattr(hooks[0], "__module__", "").split(".")[0] not in ("torch", "wholestep")
+
+
 @contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
     """What autograd saves inside is given to no hooks from outside, as those of a checkpoint around it."""

@@ -132,6 +132,14 @@ def test_hooks_on_saved_tensors_around_a_step_with_its_backward() -> None:
     for _ in range(2):
         (times, gradients), (expected, others) = under_hooks(compiled, model), under_hooks(step, model)
         assert times == expected and all(map(torch.equal, gradients, others))
+    inner = nn.Sequential(model, nn.Tanh(), nn.Linear(2, 2))
+    module = ws.compile(inner)  # whose backward is outside
+    for _ in range(2):
+        times, gradients = under_hooks(lambda x: module(x).sum().backward(), inner)
+        expected, others = under_hooks(lambda x: inner(x).sum().backward(), inner)
+        assert times == expected and all(map(torch.equal, gradients, others))
+    assert module.breaks == ["saved_tensors_hooks are active around the step, which see what eager saves; to do: "
+                             "enter them inside"]  # fmt: skip
     with pytest.raises(UnsupportedError, match="saved_tensors_hooks are active"):
         under_hooks(ws.compile(step, fullgraph=True), model)
     plain = ws.compile(step, fullgraph=True)

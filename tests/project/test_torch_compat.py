@@ -118,6 +118,7 @@ from wholestep.torch_compat import (
     no_modes,
     node_sequence_number,
     openmp,
+    others_pack_saved_tensors,
     parse_schema,
     plain_subclasses,
     plain_torch_function,
@@ -1157,7 +1158,9 @@ def test_innermost_saved_tensor_hooks():
     assert innermost_saved_tensor_hooks() is None
     pair = (lambda one: one), (lambda one: one)
     with torch.autograd.graph.saved_tensors_hooks(*pair):
-        assert innermost_saved_tensor_hooks() == pair
+        assert innermost_saved_tensor_hooks() == pair and others_pack_saved_tensors()
+        with torch.autograd.graph.save_on_cpu():
+            assert not others_pack_saved_tensors()
 
 
 def test_subclasses_are_taken_for_plain_tensors():
