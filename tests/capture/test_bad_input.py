@@ -331,7 +331,7 @@ def test_mistakes_in_calling_compile() -> None:
 
 
 def test_data_assigned_to_a_parameter() -> None:
-    """The content arrives; a value that shares memory with others, or has another form, is refused."""
+    """The content arrives; a value of another form is refused."""
 
     @ws.compile(fullgraph=True)
     def decay(model: nn.Module, new: Callable[[Tensor], Tensor]) -> None:
@@ -343,10 +343,9 @@ def test_data_assigned_to_a_parameter() -> None:
     decay(model, lambda p: p * 0.5)
     assert model.weight is weight and weight._version == version
     torch.testing.assert_close(weight.detach(), expected, rtol=0, atol=0)
-    before, other = weight.detach().clone(), torch.ones(2, 3)
-    for new, text in ((lambda p: p * torch.ones(2, *p.shape), "shape"), (lambda p: other, "shares")):
-        with pytest.raises(UnsupportedError, match=text):
-            decay(model, new)
+    before = weight.detach().clone()
+    with pytest.raises(UnsupportedError, match="shape"):
+        decay(model, lambda p: p * torch.ones(2, *p.shape))
     assert torch.equal(weight, before)
     decay(model, lambda p: torch.stack([p, p])[0] * 1)
     decay(model, lambda p: torch.stack([p, p])[1])  # one of the parts of what the step made
@@ -373,20 +372,6 @@ def test_a_parameter_is_given_its_own_memory() -> None:
         losses = [run(model, x).item() for _ in range(3)]
         seen.append((losses, [(p.tolist(), p._version) for p in model.parameters()]))
     assert seen[0] == seen[1]
-
-
-def test_write_to_memory_given_away_through_data() -> None:
-    @ws.compile(fullgraph=True)
-    def step(weight: Tensor) -> None:
-        new = weight * 0.5
-        row = new[0]
-        weight.data = new
-        row.add_(1)
-
-    weight = torch.ones(2, 3)
-    with pytest.raises(UnsupportedError, match="given away"):
-        step(weight)
-    assert torch.equal(weight, torch.ones(2, 3))
 
 
 def test_one_hot() -> None:

@@ -141,7 +141,7 @@ def boolean_masks_of_constants(seed: int) -> World:
 
 @register(BOOKKEEPING)
 def parameters_as_one_vector(seed: int) -> World:
-    """A perturbation tried and taken back; the judge sees values alone, since ``.data = v`` copies."""
+    """A perturbation tried and taken back."""
     model = MLP()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -155,7 +155,51 @@ def parameters_as_one_vector(seed: int) -> World:
         opt.step()
         return loss.detach(), [p.detach().clone() for p in model.parameters()]
 
-    return World(step, labelled())
+    return World(step, labelled(), {"model": model, "opt": opt})
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimization as people have it (Foret et al. 2021): the parameter gets the copy's memory back."""
+
+    def __init__(self, params: Any, rho: float = 0.05) -> None:
+        super().__init__(params, {"rho": rho})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        params = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in params]).norm()
+        for p in params:
+            self.state[p]["old"] = p.data.clone()
+            p.add_(p.grad * (self.defaults["rho"] / (norm + 1e-12)))
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["old"]
+        self.base.step()
+        self.zero_grad()
+
+
+@register(BOOKKEEPING)
+def sharpness_aware(seed: int) -> World:
+    model = MLP()
+    opt, shown = SAM(model.parameters()), [model.state_dict()]
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = model(x, y)
+        loss.backward()
+        opt.first_step()
+        model(x, y).backward()
+        opt.second_step()
+        return loss.detach()
+
+    def after(call: int, result: Any) -> None:
+        shown.append(model.state_dict())
+
+    return World(step, labelled(), {"model": model, "opt": opt, "base": opt.base, "shown": shown}, after)
 
 
 @register(BOOKKEEPING)

@@ -103,6 +103,10 @@ class Entry:
             counted = {i: s.state.version for i, s in fresh if (s.base is not None) is views}
             made = [i for i, s in slots if (s.base is not None) is views]
             self.phases.append((made, list(counted), tuple(counted.values())))
+        moved = {i for i, _ in traced.moved}
+        # what lies in the memory that inputs leave, then in that which they are given
+        leaving = [i for i, s in slots if s.input in moved and not s.moved]
+        self.before_moves = [*dict.fromkeys([*leaving, *(i for _, i in traced.moved)])]
         self.handle = torch.zeros((), requires_grad=True)
         self.spent = are_spent(traced.aliases)
         self.plan = plan_of(traced, program)
@@ -194,6 +198,11 @@ class Entry:
             refuse(traced.refused, outputs, values, self.handle)
         if written:
             count_writes(written, counts)
+        for index in self.before_moves:
+            if index not in slots:
+                slots[index] = remade(self.aliases[index], outputs, values, slots, self.handle)
+        for index, alias in traced.moved:
+            values[index].data = slots[alias]
         # views come last: autograd knows one by its operators as long as its counter is what it was when it was made
         for making, fresh, counted in self.phases:
             for index in making:
@@ -236,6 +245,9 @@ class Entry:
         inputs = values if self.count == len(values) else values[: self.count]
         outputs = list(self.program.run(*inputs))
         saved = [values[i] if where == "input" else outputs[i] for where, i in plan.backward.saved]
+        if traced.moved:
+            left = {id(values[i]) for i, _ in traced.moved}
+            saved = [value.detach() if id(value) in left else value for value in saved]
         if written or self.saved_versions:
             count_writes(written, counts)
             self._count_saved(plan, saved)

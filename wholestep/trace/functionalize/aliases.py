@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.errors import UnsupportedError
 from wholestep.ir import is_dense
 
 aten = torch.ops.aten
@@ -102,10 +101,6 @@ class Storage:
         generation: number of writes so far.
         input: index of the input whose memory this is; None for memory allocated in the step.
         first: the node that gave the root its first content.
-        moved: whether it became the memory of a tensor from outside, by ``p.data = t``.
-        left: whether a tensor from outside, whose memory it is, was given other memory, which a replay copies into it.
-        given: memories of tensors from outside that parts of it were copied to, as ``p.data = t[:n]`` would have let
-            both be one, with their generations then.
     """
 
     value: fx.Node
@@ -114,9 +109,6 @@ class Storage:
     root: Ref | None = None
     generation: int = 0
     input: int | None = None
-    moved: bool = False
-    left: bool = False
-    given: list[tuple[Storage, int]] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -162,9 +154,6 @@ class Ref:
 
     def read(self) -> fx.Node:
         """The node that holds this tensor's content now."""
-        if any(other.generation != then for other, then in self.storage.given):
-            what = "a read of memory that an assignment to .data gave to another tensor, which was written since"
-            raise UnsupportedError(what, "read the tensor that was given it")
         outdated: list[Ref] = []
         ref: Ref | None = self
         while ref is not None and (ref.node is None or ref.generation != ref.storage.generation):
@@ -200,9 +189,6 @@ class Ref:
                 invert = INVERSES.get(ref.view)
                 new = invert(ref, new) if invert is not None else _strided_inverse(ref, new, whole)
             ref, new = whole, whole._converted(new)
-        if ref.storage.moved:
-            what = "a write through a view of memory that was given away by an assignment to .data"
-            raise UnsupportedError(what, "write to the tensor that was given it")
         ref.storage.value = new
         ref.storage.generation += 1
         ref.node, ref.generation = new, ref.storage.generation

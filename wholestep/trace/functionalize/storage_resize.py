@@ -61,6 +61,8 @@ class StorageSizes:
         if isinstance(tensor, FakeTensor):
             raise UnsupportedError("a tensor of symbolic size is asked for its memory")
         item, storage = self._inputs.of(tensor), tensor.untyped_storage()
+        if id(tensor) in self._inputs.moved:
+            raise UnsupportedError(f"the step assigns .data of {item.source}, and asks for its memory")
         if storage_id(storage) not in self._known:
             self._known[storage_id(storage)] = StorageSize(item, _nbytes(storage), _nbytes(storage))
             self._inputs.asked[id(item), "bytes of memory"] = item

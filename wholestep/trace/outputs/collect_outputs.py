@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.errors import UnsupportedError
 from wholestep.nested import leaves
 from wholestep.trace.functionalize.aliases import Ref
 from wholestep.trace.numbers.symbolic_sizes import is_made
@@ -39,6 +38,7 @@ class OutputCollector:
         self.recorder, self.inputs, self.apart = recorder, recorder.inputs, apart
         self.outputs: list[fx.Node] = []
         self.aliases: list[OutputAlias] = []
+        self.moved: dict[TracedInput, int] = {}  # an input that was given other memory -> an alias of that
         self._by_tensor: dict[int, int] = {}
         self._by_storage: dict[int, int] = {}
         self._first: dict[int, torch.Tensor] = {}  # id of a storage -> the tensor that is all of it, or the first seen
@@ -78,8 +78,12 @@ class OutputCollector:
 
     def _described(self, tensor: torch.Tensor, ref: Ref, state: TensorState, stays: bool) -> OutputAlias:
         storage, here, whole = ref.storage, ref.geometry, ref.whole.geometry
-        base = tensor._base if tensor._is_view() and is_made(tensor._base) else None
-        viewed = base if base is not None and id(base) in self._states else None
+        base = tensor._base if tensor._is_view() else None
+        before, there = self.inputs.moved.get(id(base), (None, None))
+        if before and there and there.ref and there.ref.storage is storage and not self.apart:
+            counter: Counter = "own" if counts_alone(tensor, base) else "shared"
+            return OutputAlias(state, None, before.index, counter, None, self._place(tensor, there.ref), moved=True)
+        viewed = base if is_made(base) and id(base) in self._states else None
         start = ref.whole if viewed is None else self.inputs.ref(viewed)
         strided = ref.follows_strides and start.follows_strides
         if not strided and (self.apart or self._views(tensor, start) is None):
@@ -87,9 +91,6 @@ class OutputCollector:
         is_whole = not tensor._is_view() and here == whole
         is_first = is_whole and self._first.setdefault(id(storage), tensor) is tensor
         item = None if storage.input is None else self.inputs.items[storage.input]
-        if storage.left:
-            what = f"a result in the memory that {self.inputs.describe(item.value)} was given by .data"  # type: ignore
-            raise UnsupportedError(what, remedy="return a clone, or copy in: tensor.data.copy_(new)")
         if self.apart and (item is not None or (stays and not is_first)):
             copy = self.recorder.builder.emit(aten.clone.default, (ref.read(),))
             alone = replace(state, is_view=False, several=False, leaf=bool(state.leaf))
@@ -103,7 +104,7 @@ class OutputCollector:
         if id(storage) not in self._by_storage:
             self._by_storage[id(storage)] = self.add_output(ref.whole.read())
         first = self._first.setdefault(id(storage), tensor)
-        counter: Counter = "memory" if first is tensor else "own" if counts_alone(tensor, first) else "shared"
+        counter = "memory" if first is tensor else "own" if counts_alone(tensor, first) else "shared"
         views = None if is_first else self._place(tensor, start, viewed is not None)
         return OutputAlias(state, self._by_storage[id(storage)], None, counter, parent, views)
 
@@ -140,9 +141,17 @@ class OutputCollector:
         """Changes an alias."""
         self.aliases[index] = replace(self.aliases[index], **changes)
 
+    def move_inputs(self) -> None:
+        """Inputs that were given other memory are given it after a replay; parts get what is in it where they are."""
+        for item, there in self.inputs.moved.values():
+            if self.apart:
+                item.ref.write(there.ref.read())  # type: ignore[union-attr]
+            else:
+                self.moved[item] = self.alias(there.fake)
+
     def move(self, tensor: torch.Tensor, item: TracedInput) -> None:
         """Makes a tensor's alias a view of one input, as autograd knows it, where several share memory."""
-        if item.ref is None or item.ref.parent is None:
+        if item.ref is None or item.ref.parent is None or item.ref.storage is not self.inputs.ref(tensor).storage:
             return
         if item not in self.inputs.items:
             self.inputs.add(item)

@@ -108,6 +108,7 @@ class OutputAlias:
             `as_strided` where it knows of none; None for the whole of it.
         grad: index of the alias of its gradient.
         refusal: what a later `backward()` through it is told, for a result that cannot be differentiated.
+        moved: whether it lies in the memory that the step gives its input; see `Traced.moved`.
     """
 
     state: TensorState
@@ -118,6 +119,7 @@ class OutputAlias:
     views: tuple[View, ...] | None = None
     grad: int | None = None
     refusal: str = ""
+    moved: bool = False
 
     @property
     def by_strides(self) -> bool:

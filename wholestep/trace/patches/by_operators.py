@@ -231,7 +231,8 @@ def _deepcopy(calls: Any, func: Any, args: tuple[torch.Tensor, dict[int, Any]], 
 def _set_data(calls: Any, func: Any, args: tuple[torch.Tensor, torch.Tensor], kwargs: Any) -> None:
     """`t.data = new`: the tensor leaves its memory for the new one's."""
     tensor, new = args
-    ref = calls.inputs.ref(new)
+    with no_modes():
+        ref, ours = calls.inputs.ref(new), calls.inputs.ref(tensor)
     if is_made(tensor):
         with no_modes(), calls.recorder.builder.fake_mode:
             tensor.data = calls.inputs.fake(new)
@@ -242,26 +243,12 @@ def _set_data(calls: Any, func: Any, args: tuple[torch.Tensor, torch.Tensor], kw
             f"assigning .data of shape {list(new.shape)} and strides {list(new.stride())} to a tensor of shape "
             f"{list(tensor.shape)} and strides {list(tensor.stride())} from outside of the step",
         )
-    ours = calls.inputs.ref(tensor)
     if ref.storage is ours.storage and ref.geometry == ours.geometry:
         return  # its own memory, as `module.to(dtype)` gives it where nothing is to be converted
-    made = [one for one in calls.recorder.builder.watch.alive() if hasattr(one, "wholestep_ref") and one is not new]
-    shown = any(one.wholestep_ref.storage is ours.storage for one in made)
-    if ref.storage.input is not None or ours.parent is not None or shown:
-        raise UnsupportedError(
-            "assigning .data, to a tensor from outside of the step, of a tensor that shares its memory with others",
-            "copy it in: tensor.data.copy_(new), or tensor.data = new.clone()",
-        )
-    version = tensor._version
-    with torch.no_grad():
-        torch.Tensor.copy_(tensor.detach(), new)
-    with no_modes():
-        set_versions((tensor,), (version,))
-    ref.storage.moved = ours.storage.left = True
-    if ref.parent is None:
-        new.wholestep_ref = ours  # type: ignore[attr-defined]
-    else:  # one of several that are given parts of one memory
-        ref.storage.given.append((ours.storage, ours.storage.generation))
+    with no_modes(), calls.recorder.builder.fake_mode:
+        there = calls.inputs.fake(new).detach()
+    there.wholestep_ref = ref
+    calls.inputs.move(tensor, there)
 
 
 def _scattered(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:

@@ -70,6 +70,7 @@ class Traced:
         grad_mode: what the step leaves grad mode at, None when that is what it found.
         refused: (input, output, why) of each input whose new history cannot be differentiated.
         many: the sizes that it serves, where one program may serve many.
+        moved: (input, alias) of each input that the step gives other memory, by an assignment to its `.data`.
     """
 
     step: StepGraph
@@ -88,6 +89,7 @@ class Traced:
     grad_mode: bool | None = None
     refused: list[tuple[int, int, str]] = field(default_factory=list)
     many: ManySizes | None = None
+    moved: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def n_inputs(self) -> int:
@@ -123,7 +125,7 @@ def finish(
     asked, original = recorder.inputs.asked, recorder.inputs.world.substitutes.original
     resized = [size.item for size in sizes]
     named = backward.items if backward else []
-    inputs = list(dict.fromkeys([*primals, *items, *versions, *resized, *asked.values(), *named]))
+    inputs = list(dict.fromkeys([*primals, *items, *versions, *resized, *asked.values(), *named, *collector.moved]))
     for index, item in enumerate(inputs):
         item.index = index
     by_name = {i.name: i for i in builder.inputs}
@@ -154,6 +156,7 @@ def finish(
         [(size.item.index, size.before, size.now) for size in sizes],
         refused=[(item.index, output, why) for item, output, why in backward.refused] if backward else [],
         answers=[(item.index, name, QUESTIONS[name](original(item.value))) for (_, name), item in asked.items()],
+        moved=[(item.index, alias) for item, alias in collector.moved.items()],
     )  # fmt: skip
 
 

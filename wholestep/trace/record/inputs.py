@@ -66,6 +66,7 @@ class Inputs:
         items: the inputs, in the order of their first use.
         by_id: id of a real tensor -> its input.
         reached: memory -> an input in it beyond whose elements the step reads.
+        moved: id of a tensor that was given other memory, by `tensor.data = other` -> its input, and itself there.
         asked: (id of an input, a question of `QUESTIONS` that the graph or Python has asked of it) -> the input.
         on_new: called with each new input that is a tensor.
     """
@@ -75,6 +76,7 @@ class Inputs:
         self.items: list[TracedInput] = []
         self.by_id: dict[int, TracedInput] = {}
         self.reached: dict[int, TracedInput] = {}
+        self.moved: dict[int, tuple[TracedInput, TracedInput]] = {}
         self.asked: dict[tuple[int, str], TracedInput] = {}
         self.on_new: Callable[[TracedInput, torch.Tensor], None] = lambda item, tensor: None
         self._flat: dict[int, TracedInput] = {}
@@ -172,6 +174,12 @@ class Inputs:
             self.on_new(known, tensor)
         return known
 
+    def move(self, tensor: torch.Tensor, there: torch.Tensor) -> None:
+        """``tensor.data = there``: a tensor from outside lies in the memory of a fake from here on."""
+        before = self.moved[id(tensor)][0] if id(tensor) in self.moved else self.of(tensor)
+        self.by_id[id(tensor)] = TracedInput(before.node, before.source, tensor, self.ref(there), there)
+        self.moved[id(tensor)] = before, self.by_id[id(tensor)]
+
     def _found(self, tensor: torch.Tensor) -> TensorInput:
         found = self.world.find(tensor)
         if found is None:
@@ -244,6 +252,8 @@ class Inputs:
             item = self.of(tensor)
         if isinstance(item.value, FakeTensor):
             raise UnsupportedError(f"the step asks {item.source}, of symbolic size, for its {question}")
+        if id(tensor) in self.moved:
+            raise UnsupportedError(f"the step assigns .data of {item.source}, and asks it for its {question}")
         self.asked[id(item), question] = item
         return QUESTIONS[question](self.world.substitutes.original(tensor))
 

@@ -109,13 +109,17 @@ def _recorded(
     recorder.builder.watch.add(value for value in world.substitutes.standing() if not isinstance(value, FakeTensor))
     effects, value = _outcome(world, result, fn)
     new = new_values(effects, value)
-    collector.observe(new)
+    moved = dict(recorder.inputs.moved)
+    collector.observe([*new, *(there.fake for _, there in moved.values())])
     versions = _versions(recorder, before)
     stays = {index: Input("", source, kind) for index, (source, kind) in state_outputs(effects).items()}
     places = [collector.new_value(v, index in stays) for index, v in enumerate(new)]
+    collector.move_inputs()
     backward = differentiate(recorder, collector, new, recording) if differentiate else None
     if backward:
         _refuse_late_effects(world, effects)
+        if moved != recorder.inputs.moved:
+            raise UnsupportedError("a hook that runs in the backward of a compiled function assigns .data")
         _refuse_shared_writes(recorder)  # of inputs that only it reads: bases of those that the step writes
     traced = finish(recorder, collector, value, effects, places, versions, backward, stays)
     if torch.is_grad_enabled() != grad_mode:
