@@ -69,7 +69,7 @@ _SCHEMAS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 for _schema, (_kernel, _fake) in _SCHEMAS.items():
     _name = _library.define(_schema)
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"wholestep_formulas::{_name}", _fake, lib=_library)
+    _library.impl(_name, _fake, "Meta")
 
 
 def _of_product(node: Any, grad: Tensor, made: Tensor) -> Any:
