@@ -212,6 +212,7 @@ def _played(script: Path, paths: Sequence[Path], sites: Sequence[Path], said: Pa
     for folder in sites:
         site.addsitedir(str(folder))
     sys.path[:0] = map(str, (script.parent, *paths))
+    torch.set_num_threads(1)  # as each rank does: the server's pool of threads is not here
     runpy.run_path(str(script), run_name="__main__")
 
 

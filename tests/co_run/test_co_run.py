@@ -515,7 +515,7 @@ for _ in range(3):
 print(step.captures, step.breaks)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout == "1 []\n" and done.stderr.count("the step's own") == 1
+    assert done.stdout == "1 []\n" and done.stderr.count("UserWarning: the step's own") == 1
     assert done.stderr.count("target size") == 1
 
 
