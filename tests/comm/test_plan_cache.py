@@ -139,6 +139,20 @@ def test_other_tensors_and_groups_are_told_apart():
         assert found == [12, 12, 12, 4, 12, 12, 0, 3, 4, 8 if rank < 2 else 4]
 
 
+def negated_elements():
+    found = []
+    for one in (torch.ones(()), torch.tensor(1 + 2j).conj().imag, torch.tensor([1 + 2j]).conj().imag):
+        parts = [torch.zeros(one.shape) for _ in range(2)]
+        comm.all_gather([torch.zeros(1), torch.zeros(1)], torch.ones(1))
+        comm.all_gather(parts, one)
+        found.append([part.item() for part in parts])
+    return found
+
+
+def test_an_element_that_is_read_as_its_negative_is_sent_as_that():
+    assert run_ranks(negated_elements, 2, "shm") == [[[1, 1], [-2, -2], [-2, -2]]] * 2
+
+
 def what_is_recorded():
     for _ in range(2):
         comm.all_reduce(torch.ones(4))

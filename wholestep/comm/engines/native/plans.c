@@ -20,12 +20,21 @@ typedef struct { /* DLPackExchangeAPI */
 } exchange_t;
 
 static plan_t *plans[PLANS];
-static PyObject *tensor_type, *count_modes, *profiler, *enabled;
+static PyObject *tensor_type, *count_modes, *profiler, *enabled, *is_neg;
 static const exchange_t *exchange;
 static int paused;
 
 static int same(const plan_key_t *a, const plan_key_t *b) {
     return a->words == b->words && !memcmp(a->word, b->word, a->words * sizeof a->word[0]);
+}
+
+/* Whether an element is read as the negative of what its memory holds. Views with more elements, of complex numbers'
+ * imaginary parts, are not dense. */
+static int is_negated(PyObject *element) {
+    PyObject *found = PyObject_CallMethodObjArgs(element, is_neg, NULL);
+    if (!found) PyErr_Clear();
+    Py_XDECREF(found);
+    return found != Py_False;
 }
 
 /* Looks at a tensor: dense and contiguous in the CPU's memory, at most DIMS dimensions. Adds it to the key. */
@@ -41,6 +50,7 @@ static int describe_tensor(PyObject *tensor, view_t *v, plan_key_t *key) {
         if (v->shape[i] == 0 || (v->shape[i] != 1 && v->strides && v->strides[i] != dense)) return 0;
         dense *= v->shape[i];
     }
+    if (dense == 1 && is_negated(tensor)) return 0;
     key->word[key->words++] = (uint64_t)v->code << 8 | v->bits;
     key->word[key->words++] = (uint64_t)v->ndim;
     for (int32_t i = 0; i < v->ndim; i++) key->word[key->words++] = (uint64_t)v->shape[i];
@@ -127,6 +137,7 @@ PyObject *py_quick_setup(PyObject *self, PyObject *const *a, Py_ssize_t n) {
     PyObject **kept[] = {&tensor_type, &count_modes};
     for (int i = 0; i < 2; i++) Py_INCREF(a[i + 1]), *kept[i] = a[i + 1];
     flights_setup(a[3], a[4], a[5]);
+    if (!(is_neg = PyUnicode_InternFromString("is_neg"))) return NULL;
     exchange = found->major == 1 && found->view_of ? found : NULL;
     return PyBool_FromLong(exchange != NULL);
 }
