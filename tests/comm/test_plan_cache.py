@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from wholestep import comm
 from wholestep.comm import flight_recorder
 from wholestep.comm.api import collectives, issue, plan_cache
+from wholestep.comm.shared_tensors import native
 from wholestep.testing import run_ranks
 
 
@@ -151,6 +152,17 @@ def negated_elements():
 
 def test_an_element_that_is_read_as_its_negative_is_sent_as_that():
     assert run_ranks(negated_elements, 2, "shm") == [[[1, 1], [-2, -2], [-2, -2]]] * 2
+
+
+def test_small_tensors_are_copied_as_by_torch_and_all_others_left():
+    to = [torch.zeros(3, 4), torch.zeros(()), torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(20_000),
+          torch.zeros(2, 2), torch.zeros(1), torch.zeros(1, dtype=torch.complex64), torch.zeros(2), torch.zeros(0)]  # fmt: skip
+    sources = [torch.rand(3, 4), torch.rand(()), None, torch.rand(2).bfloat16(), torch.rand(20_000), torch.rand(2, 2).t(),
+               torch.tensor([1 + 2j]).conj().imag, torch.tensor([1j]).conj(), torch.rand(2).double(), torch.rand(0)]  # fmt: skip
+    assert native.copy_small(to, sources) == [2, 4, 5, 6, 7, 8, 9]
+    assert all(torch.equal(to[i], sources[i]) for i in (0, 1, 3))
+    with Watching():
+        assert native.copy_small(to[:1], sources[:1]) == [0]
 
 
 def what_is_recorded():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -85,7 +83,6 @@ class BucketReduction:
         self.hook = hook, state
         self._fill_buckets()
 
-    @torch.no_grad()
     def _send(self, number: int) -> None:
         """Begins to reduce the gradients of a bucket."""
         bucket = self.buckets[number]
@@ -115,21 +112,19 @@ class BucketReduction:
                 bucket.under_way = [self._all_reduce(one) for one in memory]
             return
         before = self.buckets[number - 1].under_way
-        with self._telling():
+        try:
             if number and not isinstance(before, list):  # torch's PowerSGD sends in callbacks: in no order with two
                 before.wait()
             bucket.under_way = self._hooked(self.hook, number, memory[0])
-
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """The other ranks, which wait for what a hook sends over whichever group, are told why it has failed here."""
-        try:
-            yield
         except Exception as failure:
-            if self.hook is not None and not isinstance(failure, comm.DistError):
-                for group in {self.group, *world().groups.values()}:
-                    group.abort(f"its communication hook has failed with {type(failure).__name__}: {failure}")
+            self._tell(failure)
             raise
+
+    def _tell(self, failure: Exception) -> None:
+        """Tells the other ranks, which wait for what a hook sends over whichever group, why it has failed here."""
+        if self.hook is not None and not isinstance(failure, comm.DistError):
+            for group in {self.group, *world().groups.values()}:
+                group.abort(f"its communication hook has failed with {type(failure).__name__}: {failure}")
 
     def _hooked(self, given: tuple[Hook, Any], number: int, flat: torch.Tensor) -> torch.futures.Future:
         """What a hook makes of a bucket, whose gradients are in a flat tensor."""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence, Set
 from contextlib import suppress
+from itertools import compress
+from typing import Any
 
 import torch
 
 from wholestep import comm
 from wholestep.cached_property import cached_property
+from wholestep.comm.shared_tensors import native
 from wholestep.torch_compat import storage_uses
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that communication begins early in the backward
@@ -135,6 +138,7 @@ class Bucket:
         self.large = {k: _dense_strides(one) for k, one in enumerate(parameters) if one.nbytes >= large_bytes}
         self.large = {} if sparse else self.large
         self.packed = [] if sparse else [k for k in range(len(parameters)) if k not in self.large]
+        self._packed_parameters = [parameters[k] for k in self.packed]
         self.sparse = sparse
         self.results: list[torch.Tensor] = []
         self.under_way: list[comm.Work | None] | torch.futures.Future = []
@@ -147,13 +151,13 @@ class Bucket:
     @cached_property
     def flat(self) -> torch.Tensor:
         """Memory for the packed gradients, one after the other."""
-        count = sum(self.parameters[k].numel() for k in self.packed)
+        count = sum(one.numel() for one in self._packed_parameters)
         return memory_for(self.group, count, self.parameters[0].dtype, self.parameters[0].device)
 
     @cached_property
     def views(self) -> list[torch.Tensor]:
         """Where each packed gradient stands in ``flat``."""
-        return views_of(self.flat, [self.parameters[k] for k in self.packed])
+        return views_of(self.flat, self._packed_parameters)
 
     def reduced(self) -> list[torch.Tensor]:
         """Waits for the communication; gives each member's reduced gradient.
@@ -189,6 +193,9 @@ class Bucket:
             Flat memory to reduce: of each large gradient, then of the packed ones.
         """
         self._pack(as_view)
+        if not self.large:
+            self.results = self.views
+            return [self.flat]
         sent = {k: self._large(k, unused, owners) for k in self.large}
         memory = [one.as_strided((one.numel(),), (1,)) for one in sent.values()]
         sent |= zip(self.packed, self.views, strict=True)
@@ -197,15 +204,13 @@ class Bucket:
 
     def _pack(self, as_view: bool) -> None:
         """Copies gradients into the flat tensor, except those that lie there."""
-        parameters = [self.parameters[k] for k in self.packed]
-        grads = [one.grad for one in parameters]
-        copies = [(view, grad) for view, grad in zip(self.views, grads, strict=True) if grad is not view]
-        for view in (view for view, grad in copies if grad is None):
-            view.zero_()
-        if as_view:
-            for parameter, view, grad in zip(parameters, self.views, grads, strict=True):
-                parameter.grad = None if grad is None else view
-        _copy([(view, grad) for view, grad in copies if grad is not None])
+        grads = [one.grad for one in self._packed_parameters]
+        for parameter, view, grad in zip(self._packed_parameters, self.views, grads, strict=True):
+            if grad is None:
+                view.zero_()
+            elif as_view:
+                parameter.grad = view
+        _copy(self.views, grads)
 
     def _large(self, k: int, unused: Set[int], owners: int) -> torch.Tensor:
         """A large gradient itself where nothing else has its memory, or keeps it as it is; else a copy."""
@@ -224,19 +229,20 @@ class Bucket:
 
     def give(self, reduced: list[torch.Tensor], as_view: bool, untouched: Set[int]) -> None:
         """Gives the parameters their reduced gradients, except the untouched ones."""
-        grads = [one.grad for one in self.parameters]
+        grads: list[Any] = [one.grad for one in self.parameters]
         for k, parameter in enumerate(self.parameters):
             if (grads[k] is None or self.sparse) and self.members[k] not in untouched:
                 made = self.views[k] if as_view and not self.sparse else reduced[k]
                 parameter.grad = grads[k] = torch.empty_like(made) if k in self.packed and not as_view else made
-        pairs = list(zip(grads, reduced, strict=True))
         if untouched:
-            pairs = [one for k, one in zip(self.members, pairs, strict=True) if k not in untouched]
-        _copy([(grad, new) for grad, new in pairs if grad is not None and grad is not new])
-        torch.autograd.graph.increment_version([grad for grad, new in pairs if grad is new])
+            touched = [k not in untouched for k in self.members]
+            grads, reduced = [*compress(grads, touched)], [*compress(reduced, touched)]
+        _copy(grads, reduced)
+        torch.autograd.graph.increment_version(grads)
 
 
-def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copies into the first of each pair."""
-    if pairs:
-        torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs])
+def _copy(to: list[torch.Tensor], sources: list[Any]) -> None:
+    """Copies tensors, except those that are missing and those that are there already. Counts no writes."""
+    left = [i for i in native.copy_small(to, sources) if sources[i] is not None and sources[i] is not to[i]]
+    if left:
+        torch._foreach_copy_([to[i] for i in left], [sources[i] for i in left])

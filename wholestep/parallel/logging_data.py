@@ -40,12 +40,13 @@ class StepTimes:
     def end_iteration(self) -> None:
         """Adds up what took how long."""
         self.iterations += 1
-        self._totals.update(self._spans())
+        for name, span in self._spans().items():
+            self._totals[name] += span
 
     def _spans(self) -> dict[str, int]:
         marks = self.marks
-        known = ((name, ends) for name, ends in _SPANS.items() if marks.keys() >= set(ends))
-        return {name: max(0, marks[end] - marks[start]) for name, (start, end) in known}
+        known = [(name, start, end) for name, (start, end) in _SPANS.items() if start in marks and end in marks]
+        return {name: max(0, marks[end] - marks[start]) for name, start, end in known}
 
     def fields(self) -> dict[str, int]:
         """Marks and spans of the last iteration, and the spans' means over all."""

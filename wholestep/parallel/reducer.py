@@ -205,6 +205,7 @@ class GradientReducer(BucketReduction):
         if bucket.pending == 0:
             self._advance()
 
+    @torch.no_grad()
     def _advance(self) -> None:
         """Buckets that are full go on their way, in one order on all ranks."""
         while self._next < len(self.buckets) and self.buckets[self._next].pending == 0:
@@ -290,8 +291,11 @@ class GradientReducer(BucketReduction):
         if not self._overlaps:
             for number in range(len(self.buckets)):
                 self._send(number)
-        with self._telling():
+        try:
             reduced = [bucket.reduced() for bucket in self.buckets]
+        except Exception as failure:
+            self._tell(failure)
+            raise
         if self.find_unused or learns:
             comm.all_reduce(self._used, group=self.group)
             self._untouched = {i for i, used in enumerate(self._used.tolist()) if not used}
@@ -307,7 +311,7 @@ class GradientReducer(BucketReduction):
 def _weak_hook(reducer: weakref.ref[GradientReducer], noted: list[int], index: int) -> Callable[..., None]:
     """Does not keep the reducer, which keeps the node that has the hook."""
 
-    def hook(*_: Any) -> None:
+    def hook(_inputs: Any, _outputs: Any) -> None:
         if noted:  # the first one has seen to all else
             noted.append(index)
         elif (found := reducer()) is not None:

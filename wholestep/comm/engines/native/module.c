@@ -318,7 +318,7 @@ static PyMethodDef methods[] = {METHOD(group_bytes), METHOD(attach),    METHOD(s
                                 METHOD(release),     METHOD(run),       METHOD(finish),     METHOD(test),
                                 METHOD(p2p_start),   METHOD(p2p_finish), METHOD(p2p_test),  METHOD(alive),
                                 METHOD(repeat),      METHOD(sequence),   METHOD(quick_setup), METHOD(quick_pause),
-                                METHOD(quick_profiler),
+                                METHOD(quick_profiler), METHOD(copy_small),
                                 METHOD(learn),       METHOD(quicken),    METHOD(number),     METHOD(flights),
                                 METHOD(abort),       METHOD(reason),     METHOD(ready),      METHOD(settle),
                                 METHOD(forget_plans), METHOD(after_fork),

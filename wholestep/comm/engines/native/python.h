@@ -64,6 +64,7 @@ PyObject *py_flights(PyObject *self, PyObject *const *a, Py_ssize_t n);
 const plan_t *plan_for(PyObject *const *a, side_t *out, side_t *in);
 void plans_forget(void);
 PyObject *py_quick_setup(PyObject *self, PyObject *const *a, Py_ssize_t n);
+PyObject *py_copy_small(PyObject *self, PyObject *const *a, Py_ssize_t n);
 PyObject *py_quick_pause(PyObject *self, PyObject *const *a, Py_ssize_t n);
 PyObject *py_quick_profiler(PyObject *self, PyObject *const *a, Py_ssize_t n);
 PyObject *py_learn(PyObject *self, PyObject *const *a, Py_ssize_t n);
