@@ -564,6 +564,9 @@ CHECKPOINT_OPERATORS: list[type] = [
 # does not, and notes that it shall not later either.
 COMPILED_OPERATORS = importlib.import_module("torch._higher_order_ops.utils"), "_hop_compile_and_call"
 
+# What `F.cross_entropy` calls: with the targets, weights, kind of reduction, target to ignore, smoothing of labels.
+CROSS_ENTROPY = torch._C._nn, "cross_entropy_loss"
+
 # Modules from which C++ asks for the repr of arguments that fit no overload.
 DESCRIBING_MODULES = (OpOverload.__module__, "torch._decomp.decompositions")
 

@@ -201,3 +201,57 @@ def test_checkpoints_of_libraries_that_ask_how_their_backward_is_called() -> Non
         return w.grad
 
     assert torch.equal(trained(lambda function: function), trained(ws.compile))
+
+
+class Frozen(nn.Module):
+    """Embeddings that are not trained, before a part that is: its gradients, or a hook, begin at what is made."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.seen = way, list[Tensor]()
+        self.table, self.inner, self.outer = nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.table.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.table(x).requires_grad_()
+        if self.way == "leaf":
+            hidden.register_hook(lambda grad: self.seen.append(grad.clone()))
+        later = hidden.sin()
+        if self.way == "node":
+            later.register_hook(lambda grad: self.seen.append(grad.clone()))
+        hidden = Beside.apply(later, self.inner) if self.way == "function" else self.inner(later)
+        if self.way == "reentrant":
+            hidden = checkpoint(self.inner, later, use_reentrant=True)
+        return self.outer(hidden)
+
+
+class Beside(torch.autograd.Function):
+    """A checkpoint of a library's own, as fairscale's, which is not given the weights of what it calls."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.module = module
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            ctx.module(x).backward(grad)
+        return x.grad, None
+
+
+@pytest.mark.parametrize("way", ["reentrant", "function", "leaf", "node"])
+def test_what_runs_in_a_backward_and_leads_to_no_input(way: str) -> None:
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = Frozen(way)
+        call = ws.compile(model) if compiled else model
+        for _ in range(2):
+            call(torch.tensor([1, 5, 2])).square().sum().backward()
+        assert not compiled or bool(call.breaks) == (way != "reentrant")
+        found.append([*model.inner.parameters(), *model.outer.parameters()])
+        found[-1] = [p.grad for p in found[-1]] + model.seen
+    assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found))

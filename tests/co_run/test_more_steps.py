@@ -265,3 +265,28 @@ def test_elements_that_lie_in_one_place_are_written_as_in_eager(write, prints):
         shown = torch.arange(3.0).expand(4, 3)
         seen.append([*(served(shown, torch.ones(3)) for _ in range(4)), shown])
     assert all(map(torch.equal, *seen))
+
+
+@pytest.mark.parametrize("loss", [
+    lambda h, y: h.prod() + torch.prod(h, 1).sum(), lambda h, y: (h.masked_fill(h > 0, h[0, 0]) * h).sum(),
+    lambda h, y: F.cross_entropy(h, y, h[0].detach().exp(), label_smoothing=0.1, ignore_index=2),
+])  # fmt: skip
+def test_gradients_by_formulas_that_follow_the_data(loss, deferring):
+    """C++ takes a formula for any data where a dispatch mode is, which rounds otherwise."""
+    seen = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 5)
+
+        def step(x, y):
+            model.zero_grad()  # noqa: B023
+            value = loss(model(x), y)  # noqa: B023
+            value.backward()
+            print(end=f"{value.item()}"[:0])
+            return [value, *(p.grad.clone() for p in model.parameters())]  # noqa: B023
+
+        run = ws.compile(step) if compiled else step
+        torch.manual_seed(1)
+        seen.append([t for _ in range(5) for t in run(torch.randn(6, 8), torch.randint(0, 5, (6,)))])
+        assert not compiled or run.breaks
+    assert all(map(torch.equal, *seen))

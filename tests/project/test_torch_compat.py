@@ -34,6 +34,7 @@ from wholestep.torch_compat import (
     CHECKPOINT_OPERATORS,
     COLLECTIVE_NAMESPACES,
     COMPILED_OPERATORS,
+    CROSS_ENTROPY,
     CUMPROD_BY_DATA,
     DESCRIBING_MODULES,
     FOREACH_SUPPORT,
@@ -1002,6 +1003,13 @@ def test_dynamo_runs_higher_order_operators_where_we_know() -> None:
     with patched([(owner, name, lambda *args: "seen")], lambda: True):
         assert torch.cond(torch.tensor(True), lambda x: x, lambda x: -x, (torch.ones(2),)) == "seen"
     assert isinstance(torch.ops.higher_order.cond, HigherOrderOperator)
+
+
+def test_cross_entropy_is_called_where_we_know() -> None:
+    x, y, weights = torch.ones(2, 3), torch.tensor([0, 1]), torch.ones(3)
+    with patched([(*CROSS_ENTROPY, lambda *args: args)], lambda: True):
+        found: Any = nn.functional.cross_entropy(x, y, weights, ignore_index=7, label_smoothing=0.5)
+    assert found[0] is x and found[1] is y and found[2] is weights and found[4:] == (7, 0.5)
 
 
 def test_cpp_describes_arguments_that_fit_no_overload_where_we_know(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.hooks import RemovableHandle
 
 from wholestep.errors import UnsupportedError
-from wholestep.torch_compat import FakeTensor
+from wholestep.torch_compat import HOOK_TABLES, FakeTensor
+from wholestep.trace import ReentrantCheckpoint
 from wholestep.trace.numbers.symbolic_sizes import is_made
 from wholestep.trace.operators.data_dependent_formulas import behind
 from wholestep.trace.outputs.collect_outputs import OutputCollector
@@ -160,3 +163,21 @@ def reach(start: Any, targets: list[Any]) -> frozenset[int]:
     """Which of some nodes, or leaves, an autograd graph leads to."""
     found = {id(getattr(node, "variable", node)) for node in behind([start])}
     return frozenset(i for i, target in enumerate(targets) if id(target) in found)
+
+
+def refuse_beside(recorder: Recorder, outputs: list[Output], roots: list[Any]) -> None:
+    """Refuses functions and hooks that lead to no root: a backward that is asked for gradients of roots skips them.
+
+    Eager's runs them: a checkpoint's function gives gradients beside its results, and hooks do what they like.
+    """
+    hooked = () if RemovableHandle.next_id == recorder.hooks_before else recorder.hooked
+    for node in behind(o.tensor for o in outputs):
+        function: Any = getattr(node, "_forward_cls", None) if isinstance(node, BackwardCFunction) else None
+        leaf = None if function is not None else getattr(node, "variable", None)
+        has_hook = any(node is other for other in hooked) or any(getattr(leaf, name, None) for name in HOOK_TABLES)
+        own = function is not None and not function.__module__.startswith("wholestep.")
+        if (own or has_hook) and not reach(node, roots):
+            if function is CheckpointFunction:
+                raise ReentrantCheckpoint
+            what = f"{'a hook on' if has_hook else 'the backward of'} {type(node).__name__}, which leads to no input"
+            raise UnsupportedError(what, "call backward() inside of the compiled function")

@@ -24,6 +24,7 @@ from wholestep.aot_autograd.boundary import (
     leaves_made,
     leaves_of,
     reach,
+    refuse_beside,
     results_of,
     rewritten_inputs,
     roots_of,
@@ -91,6 +92,7 @@ def differentiate(
     tangents: list[fx.Node] = []
     gradients: list[list[torch.Tensor]] = []
     nodes = [r.node for r in roots]
+    refuse_beside(recorder, outputs, nodes)
     with _without_hooks(roots), recording(), without_autocast(), _deferred_writes(recorder, late):
         refused = [(o, _alone(o)) for o in outputs if not reach(o.tensor.grad_fn, nodes)]
         outputs = [o for o in outputs if all(o is not other for other, _ in refused)]

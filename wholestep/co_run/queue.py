@@ -54,13 +54,14 @@ class Queue(UnwrappedDispatchMode):
 
     Attributes:
         known: whether no call was recorded so far.
+        plain: whether no other ranks take part.
         watch: sees calls of C extensions.
     """
 
     def __init__(self, signatures: Signatures, run: Run, ranks: Ranks | None, exposed: ExposedMemory) -> None:
         super().__init__()
         self.exposed = exposed
-        self._ranks, self._held = ranks, ranks.held if ranks is not None else {}
+        self.plain, self._ranks, self._held = ranks is None, ranks, ranks.held if ranks is not None else {}
         self._views = PartViews()
         self._slots = Slots(ranks, self._views)
         self._signatures, self._run, self._running, self.known = signatures, run, False, True

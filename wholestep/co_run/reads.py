@@ -12,6 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from importlib.machinery import EXTENSION_SUFFIXES
 from types import FrameType, FunctionType
 from typing import Any
@@ -23,7 +24,8 @@ from torch.utils import dlpack
 from wholestep.capture import Args, Kwargs, setters, unguarded_in_sight
 from wholestep.capture.snapshot.user_code import origin
 from wholestep.patches import Replacement, original, suspended
-from wholestep.torch_compat import COMPILED_OPERATORS, dispatch_modes_off, storage_id
+from wholestep.torch_compat import COMPILED_OPERATORS, CROSS_ENTROPY, dispatch_modes_off, storage_id
+from wholestep.trace.operators.data_dependent_formulas import FORMULAS
 
 # Methods of tensors that hand out memory or what is in it.
 TENSOR = ("__repr__", "tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "const_data_ptr", "mutable_data_ptr",
@@ -52,8 +54,13 @@ WITHOUT_MODES = (
     # of singular values and eigenvalues alone: under a mode C++ has vectors made, too, and LAPACK rounds otherwise
     *((torch.linalg, name) for name in ("eigvalsh", "svdvals", "cond", "matrix_rank", "norm", "matrix_norm")),
     (torch, "nuclear_norm"), (torch, "norm"),
+    CROSS_ENTROPY,  # which sums other weights under a mode
 )  # fmt: skip
 NORMS = ("norm", "matrix_norm")
+
+# Functions with backward formulas that torch chooses by the data, and under a mode the one for any data.
+BY_DATA = tuple((owner, name) for owner in (torch, torch.Tensor)
+                for name in ("prod", "cumprod", "masked_fill", "masked_fill_") if hasattr(owner, name))  # fmt: skip
 
 
 class _Current(threading.local):
@@ -76,6 +83,8 @@ def flushing() -> Iterator[Replacement]:
     for owner, name in (*READS, *setters(), *WITHOUT_MODES):
         if hasattr(owner, name):
             yield owner, name, _after(name, original(owner, name), (owner, name) in WITHOUT_MODES)
+    for owner, name in BY_DATA:
+        yield owner, name, _by_data(original(owner, name))
     yield torch.Tensor, "__new__", _new(original(torch.Tensor, "__new__"))
     yield threading.Thread, "start", _begin(original(threading.Thread, "start"))
 
@@ -103,6 +112,41 @@ def _new(make: Callable[..., torch.Tensor]) -> Any:
     return staticmethod(new)
 
 
+@_kept
+def _by_data(found: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(found)
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        result = found(*args, **kwargs)
+        if result.requires_grad and type(result.grad_fn).__name__ in FORMULAS:
+            _differentiate_without_modes(result.grad_fn)
+        return result
+
+    return call
+
+
+def _differentiate_without_modes(node: Any) -> None:
+    """Has a node of autograd compute where no mode is, in a backward of the step."""
+    entered: list[AbstractContextManager[Any]] = []
+
+    def before(gradients: Any) -> None:
+        if current.queue is not None and current.queue.plain:
+            current.queue.flush()
+            entered.append(dispatch_modes_off())
+            entered[-1].__enter__()
+
+    def after(*_: Any) -> None:
+        while entered:
+            entered.pop().__exit__(None, None, None)
+
+    node.register_prehook(before)
+    node.register_hook(after)
+
+
+def _sums_weights(args: Sequence[Any]) -> bool:
+    """Whether a cross entropy has weights, and smooths labels."""
+    return args[2] is not None and args[5] > 0
+
+
 def _is_spectral(norm: Any, args: Sequence[Any]) -> bool:
     """Whether a norm may be one of singular values; `torch.norm`, in Python, has but one by its name."""
     orders = ("nuc",) if isinstance(norm, FunctionType) else ("nuc", 2, -2)
@@ -123,6 +167,8 @@ def _after(name: str, found: Any, without_modes: bool) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         queue = current.queue
         if name in NORMS and not _is_spectral(found, (*args, *kwargs.values())):
+            return found(*args, **kwargs)
+        if name == CROSS_ENTROPY[1] and not _sums_weights(args):
             return found(*args, **kwargs)
         queue.read((args, kwargs))
         if without_modes:
