@@ -54,7 +54,7 @@ class RandomState:
             return "torch"
         if self.python != other.python:
             return "python"
-        return "" if str(self.numpy) == str(other.numpy) else "numpy"
+        return "" if all(map(numpy.array_equal, self.numpy, other.numpy)) else "numpy"
 
     def restore(self) -> None:
         torch.set_rng_state(self.torch)
