@@ -255,3 +255,19 @@ def test_what_runs_in_a_backward_and_leads_to_no_input(way: str) -> None:
         found.append([*model.inner.parameters(), *model.outer.parameters()])
         found[-1] = [p.grad for p in found[-1]] + model.seen
     assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
+
+
+def test_gradients_beside_a_functions_results_in_a_whole_step() -> None:
+    found = []
+    for compile in (lambda step: step, functools.partial(ws.compile, fullgraph=True)):
+        torch.manual_seed(0)
+        model = Frozen("function")
+
+        def step(x: Tensor) -> Tensor:
+            loss = model(x).square().sum()  # noqa: B023
+            loss.backward()
+            return loss  # with a history that is gone
+
+        run = compile(step)
+        found.append([run(torch.tensor([1, 5, 2])), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) == len(found[1]) == 5 and all(map(torch.equal, *found))

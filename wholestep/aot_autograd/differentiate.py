@@ -52,6 +52,7 @@ IN_PLACE = (
 REENTRANT = "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad()"
 BY_GRAD = "compatible with .grad()"  # and what others say, each in their words
 NO_ADDRESS = "Cannot access data pointer"
+FREED = "Trying to backward"  # a second time
 # Each more use of an input keeps a gradient of its size until the backward ends.
 MOST_USES = 4
 
@@ -92,13 +93,14 @@ def differentiate(
     tangents: list[fx.Node] = []
     gradients: list[list[torch.Tensor]] = []
     nodes = [r.node for r in roots]
-    refuse_beside(recorder, outputs, nodes)
     with _without_hooks(roots), recording(), without_autocast(), _deferred_writes(recorder, late):
         refused = [(o, _alone(o)) for o in outputs if not reach(o.tensor.grad_fn, nodes)]
         outputs = [o for o in outputs if all(o is not other for other, _ in refused)]
         if outputs:
             with refusing_reads(behind(o.tensor for o in outputs), recorder.hooks_before):
                 outputs, tangents, gradients = _gradients(recorder, outputs, roots, refused)
+    alive = [*outputs, *(o for o, why in refused if not why.startswith(FREED))]
+    refuse_beside(recorder, alive, nodes)
     _refuse(collector, refused)
     if not outputs and all(o.input is None for o, _ in refused):
         return None
@@ -191,7 +193,7 @@ def _refuse(collector: OutputCollector, refused: list[tuple[Output, str]]) -> No
     for output, why in refused:
         if output.alias is not None:
             collector.change(output.alias, refusal=why)
-        elif why.startswith("Trying to backward"):
+        elif why.startswith(FREED):
             assert output.input is not None
             remedy = "detach what you add, as in total += loss.detach()"
             raise LeakError(f"{output.input.source} {IN_PLACE}", remedy, where=made_at(output.tensor))
