@@ -139,3 +139,27 @@ def test_what_a_step_sets_before_and_after_its_schedules_move_is_set_in_that_ord
         said.append((seen, [p.detach() for p in model.parameters()]))
     assert repr(said[0][0]) == repr(said[1][0])
     assert all(map(torch.equal, said[0][1], said[1][1]))
+
+
+def test_rates_in_tensors_are_what_the_schedule_sets() -> None:
+    said = []
+    for way in ("eager", "compiled", "compiled, and the optimizer once more", "eager, and the optimizer once more"):
+        torch.manual_seed(0)
+        model, kept, x = nn.Linear(2, 2), {}, torch.ones(3, 2)
+        opt = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
+        scheduler = lr_scheduler.ExponentialLR(opt, 0.5)
+
+        def train() -> Any:
+            model(x).square().sum().backward()  # noqa: B023
+            opt.step()  # noqa: B023
+            scheduler.step()  # noqa: B023
+            kept["last"] = scheduler.get_last_lr()  # noqa: B023
+            if "more" in way:  # noqa: B023
+                opt.step()  # noqa: B023
+            opt.zero_grad()  # noqa: B023
+            return opt.param_groups[0]["lr"], scheduler.get_last_lr()  # noqa: B023
+
+        step = ws.compile(train, fullgraph="more" not in way) if "compiled" in way else train
+        seen = [repr((step(), kept, scheduler.state_dict(), opt.state_dict())) for _ in range(4)]
+        said.append((seen, [p.tolist() for p in model.parameters()]))
+    assert said[0] == said[1] and said[2] == said[3]

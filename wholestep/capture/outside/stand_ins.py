@@ -147,7 +147,7 @@ class Pending:
     """Stands for what a scheduler sets at the end of the step: to be kept or returned; computing with it is an error.
 
     Args:
-        before: what stood there before: a number, or a list or tuple of numbers.
+        before: what stood there before: a number, or a tensor of one, or a list or tuple of them.
         call: how many calls of schedulers came before the one that sets it.
         refused: takes the error by which the step is refused when it computes with it.
     """
@@ -178,7 +178,7 @@ for _name in ("add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow
 
 
 def is_of_numbers(value: Any, kinds: Container[type]) -> bool:
-    """Whether a scheduler may set a value of this kind anew: a number of certain types, or several."""
+    """Whether a scheduler may set a value of this kind anew: one of certain types, or several."""
     several = value if isinstance(value, (list, tuple)) else [value]
     return isinstance(value, Pending) or all(type(v) in kinds for v in several)
 

@@ -185,7 +185,11 @@ class Substitutes:
             if any(group is g for g in scheduler.optimizer.param_groups):
                 source = number.source if number.index is None else number.source.base  # type: ignore[attr-defined]
                 group[number.key] = Pending(source, group[number.key], call, refused)
-        kinds_of = {int, float, *map(type, self.stand_ins)}
+        for group in scheduler.optimizer.param_groups:  # a rate that is a tensor
+            for key, value in group.items():
+                if isinstance(value, torch.Tensor) and id(value) in found.tensors:
+                    group[key] = Pending(found.tensors[id(value)].source, value, call, refused)
+        kinds_of = {int, float, torch.Tensor, *map(type, self.stand_ins)}
         moved = set(map(id, standing_in.all_of(scheduler)))
         for one, source in found.schedulers:
             state = vars(one) if id(one) in moved else {}
