@@ -165,12 +165,16 @@ def reach(start: Any, targets: list[Any]) -> frozenset[int]:
     return frozenset(i for i, target in enumerate(targets) if id(target) in found)
 
 
-def refuse_beside(recorder: Recorder, outputs: list[Output], roots: list[Any]) -> None:
+def hooked_nodes(recorder: Recorder) -> list[Any]:
+    """The nodes of tensors of the step that were, or may have been, given hooks so far."""
+    return [] if RemovableHandle.next_id == recorder.hooks_before else [*recorder.hooked]
+
+
+def refuse_beside(hooked: list[Any], outputs: list[Output], roots: list[Any]) -> None:
     """Refuses functions and hooks that lead to no root: a backward that is asked for gradients of roots skips them.
 
     Eager's runs them: a checkpoint's function gives gradients beside its results, and hooks do what they like.
     """
-    hooked = () if RemovableHandle.next_id == recorder.hooks_before else recorder.hooked
     for node in behind(o.tensor for o in outputs):
         function: Any = getattr(node, "_forward_cls", None) if isinstance(node, BackwardCFunction) else None
         leaf = None if function is not None else getattr(node, "variable", None)

@@ -20,6 +20,7 @@ from wholestep.aot_autograd.boundary import (
     Output,
     Root,
     has_history,
+    hooked_nodes,
     keeps,
     leaves_made,
     leaves_of,
@@ -92,7 +93,7 @@ def differentiate(
     late: list[tuple[TracedInput, fx.Node]] = []
     tangents: list[fx.Node] = []
     gradients: list[list[torch.Tensor]] = []
-    nodes = [r.node for r in roots]
+    nodes, hooked = [r.node for r in roots], hooked_nodes(recorder)  # before ours
     with _without_hooks(roots), recording(), without_autocast(), _deferred_writes(recorder, late):
         refused = [(o, _alone(o)) for o in outputs if not reach(o.tensor.grad_fn, nodes)]
         outputs = [o for o in outputs if all(o is not other for other, _ in refused)]
@@ -100,7 +101,7 @@ def differentiate(
             with refusing_reads(behind(o.tensor for o in outputs), recorder.hooks_before):
                 outputs, tangents, gradients = _gradients(recorder, outputs, roots, refused)
     alive = [*outputs, *(o for o, why in refused if not why.startswith(FREED))]
-    refuse_beside(recorder, alive, nodes)
+    refuse_beside(hooked, alive, nodes)
     _refuse(collector, refused)
     if not outputs and all(o.input is None for o, _ in refused):
         return None
