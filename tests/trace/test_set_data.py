@@ -85,6 +85,14 @@ def perturbed(s: Tensors) -> Any:
     return old
 
 
+def of_shared_memory(flat: Tensor, one: Tensor, beside: Tensor) -> Any:
+    flat.add_(1)
+    seen = one.t()
+    one.data = one * 0.5
+    one.mul_(beside)
+    return seen, one.t(), one.detach()
+
+
 def results(step: Callable[[Tensors], Any]) -> list[Any]:
     torch.manual_seed(0)
     held, seen = [torch.randn(3, 4), torch.randn(3, 4)], list[Any]()
@@ -143,3 +151,15 @@ def test_its_memory_is_not_asked_for_afterwards() -> None:
     with pytest.raises(UnsupportedError, match=r"assigns \.data"):
         results(ws.compile(step, fullgraph=True))
     assert results(ws.compile(step)) == results(step)
+
+
+def test_a_part_of_memory_that_others_share_leaves_it() -> None:
+    said = []
+    for step in (of_shared_memory, ws.compile(of_shared_memory, fullgraph=True)):
+        flat, seen = torch.arange(12.0), list[Any]()
+        one, beside = flat[:6].view(2, 3).detach(), torch.full((2, 3), 3.0)
+        for _ in range(3):
+            one.data = flat[:6].view(2, 3)
+            seen += [*step(flat, one, beside), flat.clone(), one]
+        said.append([(t.tolist(), t._version) for t in seen])
+    assert said[0] == said[1]

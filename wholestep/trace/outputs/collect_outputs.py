@@ -78,12 +78,15 @@ class OutputCollector:
 
     def _described(self, tensor: torch.Tensor, ref: Ref, state: TensorState, stays: bool) -> OutputAlias:
         storage, here, whole = ref.storage, ref.geometry, ref.whole.geometry
-        base = tensor._base if tensor._is_view() else None
-        before, there = self.inputs.moved.get(id(base), (None, None))
-        if before and there and there.ref and there.ref.storage is storage and not self.apart:
-            counter: Counter = "own" if counts_alone(tensor, base) else "shared"
-            return OutputAlias(state, None, before.index, counter, None, self._place(tensor, there.ref), moved=True)
-        viewed = base if is_made(base) and id(base) in self._states else None
+        for before, there in () if self.apart else self.inputs.moved.values():
+            # what shares the counter of an input, in the memory that it was given, is a view of it
+            if there.ref.storage is storage and not counts_alone(tensor, there.value):  # type: ignore[union-attr]
+                if before not in self.inputs.items:  # it was a part of memory that several share
+                    self.inputs.add(before)
+                views = self._place(tensor, there.ref)  # type: ignore[arg-type]
+                return OutputAlias(state, None, before.index, "shared", None, views, moved=True)
+        base = tensor._base if tensor._is_view() and is_made(tensor._base) else None
+        viewed = base if base is not None and id(base) in self._states else None
         start = ref.whole if viewed is None else self.inputs.ref(viewed)
         strided = ref.follows_strides and start.follows_strides
         if not strided and (self.apart or self._views(tensor, start) is None):
@@ -104,7 +107,7 @@ class OutputCollector:
         if id(storage) not in self._by_storage:
             self._by_storage[id(storage)] = self.add_output(ref.whole.read())
         first = self._first.setdefault(id(storage), tensor)
-        counter = "memory" if first is tensor else "own" if counts_alone(tensor, first) else "shared"
+        counter: Counter = "memory" if first is tensor else "own" if counts_alone(tensor, first) else "shared"
         views = None if is_first else self._place(tensor, start, viewed is not None)
         return OutputAlias(state, self._by_storage[id(storage)], None, counter, parent, views)
 
