@@ -75,7 +75,7 @@ def reductions():
                     torch.testing.assert_close(mine, wanted)
     whole = torch.arange(4.0) + rank
     work = comm.all_reduce(whole, async_op=True)
-    assert work.get_future().value()[0].tolist() == (n * torch.arange(4.0) + n * (n - 1) / 2).tolist()
+    assert work.get_future().wait()[0].tolist() == (n * torch.arange(4.0) + n * (n - 1) / 2).tolist()
     complex_flags = torch.tensor([1j * rank, 2]), torch.tensor([rank == 0, False])
     for one in complex_flags:
         comm.all_reduce(one)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from wholestep.checkpoint.saving_ranks import Ranks, progress
+from wholestep.checkpoint.saving_ranks import Ranks
 from wholestep.checkpoint.state_names import (
     Contents,
     model_contents,
@@ -72,10 +71,6 @@ class Reader:
                 into[here].copy_(found)
         return into
 
-    def read_as(self, kind: str, name: str, dtype: torch.dtype, part: Part) -> torch.Tensor:
-        """A part of a tensor, cast to a type."""
-        return self.read(kind, name, part, torch.empty(part.size, dtype=dtype))
-
     def _file(self, name: str) -> Any:
         if name not in self._open:
             self._open[name] = safe_open(self.path / self.index["shards"] / name, framework="pt")
@@ -84,10 +79,6 @@ class Reader:
     def whole(self, kind: str, name: str) -> torch.Tensor:
         """All of a tensor."""
         return self.read(kind, name, self.part(kind, name))
-
-    def extra(self) -> Any:
-        """What was saved besides model and optimizer."""
-        return rebuild(self.index.get("extra", {}).get("value"), lambda name: self.whole("extra", name))
 
 
 def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Any:
@@ -116,9 +107,7 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
         plan = Loading(Reader(path), model, optimizer)
         plan.check()
     with ranks.together(f"{path} cannot be read: "):
-        with progress(f"loading {path}", plan.nbytes, ranks.rank == 0) as advance:
-            plan.run(advance)
-            extra = plan.reader.extra()
+        extra = plan.run()
     return extra
 
 
@@ -136,12 +125,6 @@ class Loading:
         if optimizer is not None:
             self.names = parameter_names(model, optimizer)
             self.state = optimizer_contents(model, optimizer)
-
-    @property
-    def nbytes(self) -> int:
-        """About how much is read."""
-        every = [*self.held.tensors.values(), *self.state.tensors.values()]
-        return sum(held.part.numel * held.tensor.itemsize for held in every)
 
     # Does it fit?
 
@@ -196,64 +179,55 @@ class Loading:
 
     # Then do it
 
-    def run(self, advance: Callable[[int], None]) -> None:
-        """Reads everything.
-
-        Args:
-            advance: told how many bytes more were read.
-        """
+    def run(self) -> Any:
+        """Reads everything; gives what was saved besides model and optimizer."""
         extra = set(tensors_of(self.held.tree["extra"]))
         for name, held in self.held.tensors.items():
             if name not in extra and record_of(held.tensor) is not None:  # read when it is known which part is
-                source = partial(self.reader.read_as, "model", self._source(name), held.tensor.dtype)
-                read_from(held.tensor, source, f"{self.reader.path}: {name}")
+                self._read_later(name, held.tensor)
             elif name not in extra:
                 self.reader.read("model", self._source(name), held.part, held.tensor)
-            advance(held.part.numel * held.tensor.itemsize)
-        self._set_extra()
-        if self.optimizer is not None:
-            self._set_optimizer(advance)
-
-    def _set_extra(self) -> None:
         for raw, module in self.model.named_modules(remove_duplicate=False):
-            name = self.held.extra_names.get(raw)
-            if name is not None:
-                tree = self.saved["extra"][name]
+            if raw in self.held.extra_names:
+                tree = self.saved["extra"][self.held.extra_names[raw]]
                 module.set_extra_state(rebuild(tree, lambda n: self.reader.whole("model", n)))
+        if self.optimizer is not None:
+            self._set_optimizer(self.optimizer)
+        return rebuild(self.reader.index.get("extra", {}).get("value"), lambda n: self.reader.whole("extra", n))
 
-    def _set_optimizer(self, advance: Callable[[int], None]) -> None:
-        assert self.optimizer is not None
+    def _read_later(self, name: str, tensor: torch.Tensor) -> None:
+        def source(part: Part) -> torch.Tensor:
+            return self.reader.read("model", self._source(name), part, torch.empty(part.size, dtype=tensor.dtype))
+
+        read_from(tensor, source, f"{self.reader.path}: {name}")
+
+    def _set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         tree = self.reader.index["optimizer"]
-        for group, saved in zip(self.optimizer.param_groups, tree["param_groups"], strict=True):
+        for group, saved in zip(optimizer.param_groups, tree["param_groups"], strict=True):
             settings = {key: value for key, value in saved.items() if key != "params"}
-            group.update(rebuild(settings, lambda name: self._tensor(name, None, True, advance)))
+            group.update(rebuild(settings, lambda name: self._tensor(name, None, True)))
             on_device = bool(group.get("capturable") or group.get("fused"))
             for parameter in group["params"]:
                 state = tree["state"].get(self.names[id(parameter)])
                 if state is None:
-                    self.optimizer.state.pop(parameter, None)
+                    optimizer.state.pop(parameter, None)
                     continue
-                new = rebuild(state, lambda n, p=parameter, d=on_device: self._tensor(n, p, d, advance))  # type: ignore[misc]
-                held = self.optimizer.state[parameter]
+                new = rebuild(state, lambda n, p=parameter, d=on_device: self._tensor(n, p, d))  # type: ignore[misc]
+                held = optimizer.state[parameter]
                 held.clear()
                 held.update(new)
 
-    def _tensor(
-        self, name: str, parameter: torch.Tensor | None, on_device: bool, advance: Callable[[int], None]
-    ) -> torch.Tensor:
+    def _tensor(self, name: str, parameter: torch.Tensor | None, on_device: bool) -> torch.Tensor:
         """One tensor of the optimizer: in the place of the one that it has, or made like its parameter."""
         part, known = self.reader.part("optimizer", name), self.state.tensors.get(name)
         if known is not None and known.part.shape == part.shape:
-            self.reader.read("optimizer", name, known.part, known.tensor)
-            advance(known.part.numel * known.tensor.itemsize)
-            return known.tensor
+            return self.reader.read("optimizer", name, known.part, known.tensor)
         mine = part_of(parameter) if parameter is not None else None
         if mine is not None and mine.shape == part.shape:
             part = mine
         made = self.reader.read("optimizer", name, part)
         if parameter is not None and (made.dim() or on_device):  # a step count stays where Python can read it
             made = made.to(parameter.device)
-        advance(made.numel() * made.itemsize)
         return made if part.is_whole else mark_part(made, part)
 
 

@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from wholestep.checkpoint import directory
-from wholestep.checkpoint.saving_ranks import Ranks, progress
+from wholestep.checkpoint.saving_ranks import Ranks
 from wholestep.checkpoint.state_names import Contents, extra_contents, model_contents, optimizer_contents
 from wholestep.checkpoint.transformers_format import WholeFiles
 from wholestep.errors import CheckpointError
 from wholestep.tensor_parts import Part
 
-MAX_FILE = 1 << 30  # bytes of a file, about: progress shows after each
+MAX_FILE = 1 << 30  # bytes of a file, about
 
 
 def save(
@@ -64,19 +64,12 @@ def save(
 
 
 def _write_all(path: Path, name: str, contents: dict[str, Contents], ranks: Ranks) -> None:
-    said = {
-        kind: [
-            (name, _dtype(held.tensor), held.part, held.per_rank)
-            for name, held in content.tensors.items()
-        ]
-        for kind, content in contents.items()
-    }
-    everybody = ranks.gather(said)
+    everybody = ranks.gather({kind: _announced(content) for kind, content in contents.items()})
     blocks = [block for kind in contents for block in share_out(kind, [one[kind] for one in everybody])]
     mine = [block for block in blocks if block.writer == ranks.rank]
     _name_files(blocks, ranks.size)
     with ranks.together(f"could not write to {path}: "):
-        written = _write(path / f".{name}", mine, contents, ranks)
+        written = _write(path / f".{name}", mine, contents)
     sizes = {file: size for one in ranks.gather(written) for file, size in one.items()}
     with ranks.together(f"could not finish {path}: "):
         if ranks.rank == 0:
@@ -103,6 +96,14 @@ class Block:
 Announced = tuple[str, str, Part, bool]
 
 
+def _announced(contents: Contents) -> list[Announced]:
+    """What this rank holds, as `share_out` takes it."""
+    return [
+        (name, str(held.tensor.dtype).removeprefix("torch."), held.part, held.per_rank)
+        for name, held in contents.tensors.items()
+    ]
+
+
 def share_out(kind: str, everybody: Sequence[Sequence[Announced]]) -> list[Block]:
     """Which rank writes what: each block once, by a rank that holds it and has the least to write so far.
 
@@ -117,7 +118,6 @@ def share_out(kind: str, everybody: Sequence[Sequence[Announced]]) -> list[Block
     alone = {name for said in everybody for name, _, _, per_rank in said if per_rank}
     for rank, said in enumerate(everybody):
         for name, dtype, part, _ in said:
-            part = Part(*part)
             known = first.setdefault(name, (dtype, part.shape, rank))
             if known[:2] != (dtype, part.shape):
                 raise CheckpointError(
@@ -174,19 +174,17 @@ def _name_files(blocks: list[Block], ranks: int) -> None:
         block.file = f"{block.kind}-rank{block.writer}-of-{ranks}-{size // MAX_FILE}.safetensors"
 
 
-def _write(folder: Path, mine: list[Block], contents: dict[str, Contents], ranks: Ranks) -> dict[str, int]:
+def _write(folder: Path, mine: list[Block], contents: dict[str, Contents]) -> dict[str, int]:
     """Writes this rank's files; gives their sizes."""
     if not folder.is_dir():
         raise OSError(f"{folder}, which rank 0 made, is not there: a file system that all ranks share is required")
     sizes: dict[str, int] = {}
-    with progress(f"saving {folder.parent}", sum(b.nbytes for b in mine), ranks.rank == 0) as advance:
-        for name in dict.fromkeys(block.file for block in mine):
-            here = [block for block in mine if block.file == name]
-            tensors = {block.name: contents[block.kind].tensors[block.name].tensor for block in here}
-            save_file({key: _plain(t) for key, t in tensors.items()}, folder / name, {"format": "pt"})
-            directory.sync(folder / name)
-            sizes[name] = (folder / name).stat().st_size
-            advance(sum(block.nbytes for block in here))
+    for name in dict.fromkeys(block.file for block in mine):
+        here = [block for block in mine if block.file == name]
+        tensors = {block.name: contents[block.kind].tensors[block.name].tensor for block in here}
+        save_file({key: _plain(t) for key, t in tensors.items()}, folder / name, {"format": "pt"})
+        directory.sync(folder / name)
+        sizes[name] = (folder / name).stat().st_size
     return sizes
 
 
@@ -230,8 +228,7 @@ def save_pretrained(path: str | os.PathLike[str], model: nn.Module, max_shard_si
             raise CheckpointError(f"{', '.join(contents.tree['extra'])}: state that is no tensor has no place there")
         if ranks.rank == 0 and path.exists():
             raise CheckpointError(f"{path} is there already: give a new path")
-    said = [(name, _dtype(one.tensor), one.part, one.per_rank) for name, one in contents.tensors.items()]
-    blocks = share_out("model", ranks.gather(said))
+    blocks = share_out("model", ranks.gather(_announced(contents)))
     files = WholeFiles(made, {one.name: (one.dtype, list(one.part.shape)) for one in blocks}, max_shard_size)
     with ranks.together(f"could not write to {made}: "):
         if ranks.rank == 0:
@@ -248,7 +245,3 @@ def save_pretrained(path: str | os.PathLike[str], model: nn.Module, max_shard_si
             directory.sync(made)
             os.rename(made, path)
             directory.sync(path.parent)
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -24,10 +24,9 @@ from wholestep.comm.api.groups import World, world
 from wholestep.comm.api.tracing import TracedWork
 from wholestep.comm.engines.c10d_adapters import TorchStore
 from wholestep.comm.engines.hierarchical import create_shared
-from wholestep.comm.engines.work_queue import FutureCompleter
 from wholestep.comm.process_group import ProcessGroup
 from wholestep.comm.reduce_op import RedOpType
-from wholestep.comm.work import All, Finished, Work, seconds
+from wholestep.comm.work import All, Finished, Work, await_futures, future_of, seconds
 from wholestep.torch_compat import skipped_by_dynamo
 
 _KINDS = [(getattr(dist.ReduceOp, kind.name), kind) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM]
@@ -53,9 +52,9 @@ class TorchWork(_TorchWork):
         limit: seconds until `wait` gives up; None for the group's.
     """
 
-    def __init__(self, work: Work, completer: FutureCompleter, result: list[Any], limit: float | None) -> None:
+    def __init__(self, work: Work, result: list[Any], limit: float | None) -> None:
         super().__init__()
-        self._work, self._completer, self._tensors, self._limit = work, completer, result, limit
+        self._work, self._tensors, self._limit = work, result, limit
         self._future: torch.futures.Future | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -81,22 +80,8 @@ class TorchWork(_TorchWork):
 
     def get_future(self) -> torch.futures.Future:
         if self._future is None:
-            ended: torch.futures.Future = torch.futures.Future()
-            self._future = ended.then(_settled)
-            if isinstance(self._work, TracedWork) or (self._work.is_completed() and self._work.is_success()):
-                self._work.wait()
-                ended.set_result(self._tensors)
-            else:
-                self._completer.submit(self._work, ended, self._tensors, self._limit)
+            self._future = future_of(self._work, self._tensors, self._limit)
         return self._future
-
-
-def _settled(ended: torch.futures.Future) -> Any:
-    """The result, or the failure raised: only so does torch's C++ see it. DDP would take an exception for tensors."""
-    outcome = ended.value()
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return outcome
 
 
 def _limit(opts: Any, timeout: timedelta | None = None) -> float | None:
@@ -211,7 +196,6 @@ class ShmProcessGroup(_TorchGroup):
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self.shm_group = create_shared(TorchStore(store, timeout), rank, size, timeout)
-        self._completer = FutureCompleter()
         self._numbers: deque[TorchWork] = deque(maxlen=32)
         self._store = store
         self.shm_group.name_parts("", _global_ranks(store, rank, size))
@@ -265,7 +249,7 @@ class ShmProcessGroup(_TorchGroup):
     def _work(
         self, work: Work | None, result: list[Any], opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        made = TorchWork(work or Finished(result), self._completer, result, _limit(opts, timeout))
+        made = TorchWork(work or Finished(result), result, _limit(opts, timeout))
         number = len(result) == 1 and isinstance(result[0], torch.Tensor) and result[0].numel() == 1
         if number and not isinstance(work, TracedWork):
             self._numbers.append(made)  # DDP's join leaves one to C++, which does not keep the Python object
@@ -339,7 +323,7 @@ class ShmProcessGroup(_TorchGroup):
 
     def shutdown(self) -> None:
         try:
-            self._completer.close()
+            await_futures()
             self.shm_group.shutdown()
         finally:
             _forget(world(), self.group_name, self.shm_group)

@@ -7,8 +7,10 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -98,13 +100,57 @@ class Work:
         return self._result or []
 
     def get_future(self) -> torch.futures.Future:
-        """A future with the result tensors. Waits for the collective first: chained hooks see finished tensors."""
-        future: torch.futures.Future = torch.futures.Future()
+        """A future with the result tensors: see `future_of`."""
+        return future_of(self, [] if self._result is None else self._result)
+
+
+LINGER = 5.0  # seconds for which `await_futures` waits
+_completing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def future_of(work: Work, result: list[Any], limit: float | None = None) -> torch.futures.Future:
+    """A future of what a work gives when it has ended, or of what it failed with.
+
+    A work that is under way has a thread: what is chained to the future runs there, and may start works and wait for
+    any others.
+
+    Args:
+        limit: seconds; None for the group's.
+    """
+    ended: torch.futures.Future = torch.futures.Future()
+
+    def complete() -> None:
+        outcome: Any = result
         try:
-            future.set_result(self.result())
-        except RuntimeError as failure:
-            future.set_exception(failure)
-        return future
+            work.wait() if limit is None else work.wait(limit)
+        except Exception as failure:  # noqa: BLE001 - whatever it is belongs to who waits on the future
+            outcome = failure
+        ended.set_result(outcome)
+
+    future = ended.then(_settled)
+    if work.is_completed():
+        complete()
+    else:
+        thread = threading.Thread(target=complete, name="wholestep-future", daemon=True)
+        _completing.add(thread)
+        thread.start()
+    return future
+
+
+def _settled(ended: torch.futures.Future) -> Any:
+    """The result, or the failure raised: only so does torch's C++ see it. DDP would take an exception for tensors."""
+    outcome = ended.value()
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome
+
+
+def await_futures() -> None:
+    """Waits, for seconds, for the futures of works under way and for what is chained to them."""
+    end = time.monotonic() + LINGER
+    for thread in list(_completing):
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 class Finished(Work):

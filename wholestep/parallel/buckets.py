@@ -135,9 +135,9 @@ class Bucket:
     ) -> None:  # fmt: skip
         self.group = group
         self.members, self.parameters, self.pending = members, parameters, len(members)
-        self.large = {k: _dense_strides(one) for k, one in enumerate(parameters) if one.nbytes >= large_bytes}
-        self.large = {} if sparse else self.large
-        self.packed = [] if sparse else [k for k in range(len(parameters)) if k not in self.large]
+        dense = [] if sparse else list(enumerate(parameters))
+        self.large = {k: _dense_strides(one) for k, one in dense if one.nbytes >= large_bytes}
+        self.packed = [k for k, _ in dense if k not in self.large]
         self._packed_parameters = [parameters[k] for k in self.packed]
         self.sparse = sparse
         self.results: list[torch.Tensor] = []
@@ -193,9 +193,6 @@ class Bucket:
             Flat memory to reduce: of each large gradient, then of the packed ones.
         """
         self._pack(as_view)
-        if not self.large:
-            self.results = self.views
-            return [self.flat]
         sent = {k: self._large(k, unused, owners) for k in self.large}
         memory = [one.as_strided((one.numel(),), (1,)) for one in sent.values()]
         sent |= zip(self.packed, self.views, strict=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ContextDecorator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -14,23 +14,19 @@ from wholestep.deferred_init import origin
 from wholestep.errors import DistError, DistMismatchError
 
 
-class noted(ContextDecorator):  # noqa: N801 - as a function; one of `contextmanager` takes 2 µs more in each backward
+@contextmanager
+def noted(note: str, named: Sequence[Any] = ()) -> Iterator[None]:
     """Errors of collectives get a note of what this rank was doing and what to do.
 
     Args:
         named: what stands in the place of ``{}``: some names, or what has one.
     """
-
-    def __init__(self, note: str, named: Sequence[Any] = ()) -> None:
-        self._note, self._named = note, named
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, failure: BaseException | None, trace: Any) -> None:
-        if isinstance(failure, DistError):
-            names = [getattr(one, "name", one) for one in self._named]
-            failure.add_note(self._note.format(", ".join(names[:8]) + f" … ({len(names)} in all)" * (len(names) > 8)))
+    try:
+        yield
+    except DistError as failure:
+        names = [getattr(one, "name", one) for one in named]
+        failure.add_note(note.format(", ".join(names[:8]) + f" … ({len(names)} in all)" * (len(names) > 8)))
+        raise
 
 
 def require_equal_models(what: str, module: nn.Module, named: list[tuple[str, Any]], group: comm.ProcessGroup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -53,8 +54,7 @@ class GradientReducer(BucketReduction):
         for index, node in enumerate(self._nodes):
             node.register_hook(_weak_hook(weakref.ref(self), self._noted, index))
         self._begun, self.backward = False, SimpleNamespace(expected=False, arrived=[], order=())
-        self._learning = False
-        self._arrived: list[int] = []
+        self._arrived: list[int] = []  # in the first backward
         self._untouched: set[int] = set()  # on all ranks, by the backward
         self._triggers: list[int] | None = None  # of a static graph: how often each hook is called in a backward
         self._used = torch.zeros(len(named), dtype=torch.int32, device=self.parameters[0].device)
@@ -62,10 +62,9 @@ class GradientReducer(BucketReduction):
 
     def _reset(self) -> None:
         """All gradients of a backward are still to come."""
-        self._next, self._counting = 0, False
+        self._next, self._running = 0, False
         self._noted.clear()
         self._remaining = list(self._triggers) if self._triggers is not None else [1] * len(self.parameters)
-        self._notes = not self._overlaps and self._triggers is None
         for bucket in self.buckets:
             bucket.pending = len(bucket.members)
 
@@ -120,73 +119,78 @@ class GradientReducer(BucketReduction):
             "DistributedDataParallel, use all outputs of its forward in the loss, or set requires_grad to False"
         )
 
+    @property
+    def _learns(self) -> bool:
+        """Whether the next backward of a static graph shows which parameters are used, and how often."""
+        return self.static and self._triggers is None
+
     def backward_begun(self) -> None:
-        """The outputs' gradients are there. A static graph's first backward reduces at its end what it has found."""
-        if self.backward.expected and self.static and self._triggers is None and not self._learning:
-            self._learning = True
-            self._remaining = [0] * len(self.parameters)
-            at_end_of_backward(self._end_of_first)
+        """The outputs' gradients are there, or the first one of a parameter."""
+        if not self.backward.expected or self._running:
+            return
+        self._running = True
+        at_end_of_backward(self._backward_ended)
+        if not self._begun and not self._learns:
+            self._begun = True
+            self.times.mark("backward_compute_time_start")
+            self._count(sorted(self.unused))
 
     def gradient_arrived(self, index: int) -> None:
         """The autograd node that accumulates a parameter's gradient has run."""
-        if self._counting:
-            self._ready(index)
-            return
         if not self.backward.expected:
-            if (self.find_unused or self.static and self._triggers is None) and not is_captured():
+            if (self.find_unused or self._learns) and not is_captured():
                 self._used[index] = 1  # accumulated here within no_sync, to be reduced by the next backward
             return
         if is_captured():
             self._record(index)
             return
-        learning = self.static and self._triggers is None
-        if learning:
-            self.backward_begun()  # of a program's outputs no node says so
-        if not self._begun and not learning:
-            self._begun = True
-            self.times.mark("backward_compute_time_start")
-            for unused in self.unused:
-                self._ready(unused)
-        if self.find_unused or not self.rebuilt or learning:
-            self._note(index, learning)
-        elif self._notes:
-            self._noted.append(index)
-            at_end_of_backward(self._count_noted)
-            return
+        self.backward_begun()
+        if self._overlaps and not self._learns:
+            self._arrive([index])
         else:
-            self._counting = True  # and nothing else, until the backward ends
-        if not learning:
-            self._ready(index)
+            self._noted.append(index)
 
-    def _count_noted(self) -> None:
-        """The backward ends of which the hooks have noted what came: all gradients, mostly, and each of them once."""
-        noted, self._notes = [*self._noted], False
+    def _backward_ended(self) -> None:
+        """Counts what came in this backward, and ends the reduction, if that was all."""
+        came, self._running = [*self._noted], False
         self._noted.clear()
-        if len(noted) == len({*noted}) == len(self.parameters):
-            self._finish()
-            return
-        for index in noted:
-            self._ready(index)
+        learns = self._learns
+        if learns:
+            often = Counter(came)
+            self.unused = {*range(len(self.parameters))} - often.keys()
+            self._arrive([*often])
+            self._arrived += sorted(self.unused)
+            self._count(sorted(self.unused))
+            self._triggers = [max(1, often[i]) for i in range(len(self.parameters))]
+        elif self.rebuilt and self._triggers is None and len(came) == len({*came}) == len(self.parameters):
+            self._next = len(self.buckets)  # all gradients, and each of them once, as mostly
+        else:
+            self._arrive(came)
+        if self._next == len(self.buckets):
+            self._finish(learns)
 
-    def _note(self, index: int, learning: bool) -> None:
-        """Keeps what is learnt from the arrival of a gradient: that it is used, how often, and in which order."""
-        if (learning or self.find_unused) and self.parameters[index].grad is not None:
-            self._used[index] = 1
-        if len(self._arrived) < len(self.parameters) and not (
-            self.rebuilt or self.find_unused or (learning and self._remaining[index])
-        ):
-            self._arrived.append(index)
-        self._remaining[index] += learning
+    def _arrive(self, indices: list[int]) -> None:
+        """Gradients are there. Keeps what is learnt from that: that they are used, and in which order they come."""
+        if self.find_unused or self._learns:
+            self._used[[i for i in indices if self.parameters[i].grad is not None]] = 1
+        if not self.rebuilt and not self.find_unused:
+            self._arrived += indices[: len(self.parameters) - len(self._arrived)]
+        self._count(indices)
+
+    def _count(self, indices: list[int]) -> None:
+        """Each time that an index comes, one of a parameter's gradients is there, or will not come."""
+        for index in indices:
+            self._remaining[index] -= 1
+            if self._remaining[index] <= 0:
+                self._ready(index)
 
     def _ready(self, index: int) -> None:
-        """One of a parameter's gradients is there: with the last one of a bucket, that can be sent.
+        """A parameter's gradient is there: with the last one of a bucket, that can be sent.
 
         Raises:
             RuntimeError: it was there already.
         """
-        self._remaining[index] = left = self._remaining[index] - 1
-        if left > 0:
-            return
+        left = self._remaining[index]
         if left < 0 and self._triggers is not None:
             raise self._failure(
                 "Your training graph has changed in this iteration: parameter "
@@ -212,13 +216,11 @@ class GradientReducer(BucketReduction):
             if self._overlaps:
                 self._send(self._next)
             self._next += 1
-            if self._next == len(self.buckets) and self._begun:
-                at_end_of_backward(self._finish)
 
     @torch.no_grad()
     def follow(self) -> None:
         """Sends zeros as the backward of other ranks sends gradients: this rank has no more batches."""
-        learns = self.static and self._triggers is None
+        learns = self._learns
         for number, bucket in enumerate(self.buckets):
             if bucket.sparse:
                 self._sparse_mean(bucket.parameters[0], None)
@@ -270,21 +272,9 @@ class GradientReducer(BucketReduction):
             for grad, new in zip(grads, reduced, strict=True):
                 grad.copy_(new)
 
-    def _end_of_first(self) -> None:
-        """Ends the first backward of a static graph."""
-        self._learning = False
-        self._triggers = self._remaining
-        self.unused = {i for i, count in enumerate(self._triggers) if not count}
-        self._arrived += sorted(self.unused)
-        self._triggers = [max(1, count) for count in self._triggers]
-        self._remaining = [1] * len(self.parameters)
-        for index in range(len(self.parameters)):
-            self._ready(index)
-        self._finish(learns=True)
-
     @torch.no_grad()
     @noted(WITHOUT_JOIN)
-    def _finish(self, learns: bool = False) -> None:
+    def _finish(self, learns: bool) -> None:
         """Ends a backward: waits for all buckets and gives the parameters their gradients."""
         self.backward.expected = self._begun = False
         self.times.mark("backward_compute_time_end")

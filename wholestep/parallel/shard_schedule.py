@@ -260,7 +260,8 @@ class ParameterGroup:
         buckets, policies = self.buckets, self.policies
         kept = any(not bucket.syncs or any(one is not None for one in bucket.kept) for bucket in buckets)
         self.reshard()  # where an eager forward, or unshard(), has left them
-        other = any(policies.reduces(one) is not one.dtype for bucket in buckets for one in bucket.parameters)
+        parameters = [one for bucket in buckets for one in bucket.parameters]
+        other = any((policies.reduce_dtype or policies.computes(one)) is not one.dtype for one in parameters)
         for what, found in (
             ("gradients that are kept, not reduced", kept),
             ("gradients that are reduced in another dtype than the parameter's", other),
@@ -270,8 +271,8 @@ class ParameterGroup:
             if found:
                 raise UnsupportedError(f"fully_shard with {what}", remedy="compile without fullgraph=True")
         for one in (one for bucket in buckets for one in bucket.members):
-            if policies.param_dtype is not None and one.parameter.is_floating_point():
-                cast = one.parameter.to(policies.param_dtype)
+            if policies.computes(one.parameter) is not one.parameter.dtype:
+                cast = one.parameter.to(policies.computes(one.parameter))
                 for owner, name in one.places:
                     owner.__dict__[name] = cast
 

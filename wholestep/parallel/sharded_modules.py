@@ -221,10 +221,10 @@ def _policies(groups: list[Any], kind: str, mixed: MixedPrecisionPolicy, offload
     """How a module computes and where its parts are; ``kind`` is the device's."""
     device = torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device("cpu")
     copies = groups[0] if len(groups) > 1 else None
-    types = mixed.param_dtype, mixed.reduce_dtype
-    if not isinstance(offload, CPUOffloadPolicy):
-        return Policies(groups[-1], copies, *types, device, device, False)
-    return Policies(groups[-1], copies, *types, device, torch.device("cpu"), offload.pin_memory and kind == "cuda")
+    home, pinned = device, False
+    if isinstance(offload, CPUOffloadPolicy):
+        home, pinned = torch.device("cpu"), offload.pin_memory and kind == "cuda"
+    return Policies(groups[-1], copies, mixed.param_dtype, mixed.reduce_dtype, device, home, pinned)
 
 
 _Named = list[tuple[str, nn.Parameter, list[tuple[nn.Module, str]]]]

@@ -45,14 +45,10 @@ class Policies:
     home: torch.device
     pinned: bool = False
 
-    def reduces(self, parameter: torch.Tensor) -> torch.dtype:
-        """The dtype in which a parameter's gradient is reduced."""
+    def computes(self, parameter: torch.Tensor) -> torch.dtype:
+        """The dtype in which a whole parameter is computed with."""
         cast = self.param_dtype if parameter.is_floating_point() else None
-        return self.reduce_dtype or cast or parameter.dtype
-
-    def empty(self, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory on which the group's collectives work in place."""
-        return memory_for(self.group, elements, dtype, device)
+        return cast or parameter.dtype
 
 
 class Sharded:
@@ -169,13 +165,12 @@ class ShardBucket:
         if (self.whole is not None or self._coming is not None) and self.stamp == versions:
             return False
         self.drop()
-        dtype = flat.dtype if self.policies.param_dtype is None or not flat.is_floating_point() else (
-            self.policies.param_dtype)  # fmt: skip
-        source = flat.to(self.policies.device, dtype)
-        gathered = self.policies.empty(self.policies.group.size() * len(flat), dtype, self.policies.device)
+        policies, group = self.policies, self.policies.group
+        source = flat.to(policies.device, policies.computes(flat))
+        gathered = memory_for(group, group.size() * len(flat), source.dtype, policies.device)
         self.stamp = versions
         with noted(_ELSEWHERE.format("gathers {}"), self.members):
-            work = comm.all_gather_into_tensor(gathered, source, self.policies.group, async_op)
+            work = comm.all_gather_into_tensor(gathered, source, group, async_op)
         self._coming = work, gathered, source
         return True
 
@@ -183,14 +178,19 @@ class ShardBucket:
     def arrived(self) -> list[torch.Tensor]:
         """The whole parameters, after `start`."""
         if self.whole is None:
-            assert self._coming is not None
-            work, gathered, _ = self._coming
-            self._coming = None
-            if work is not None:
-                work.wait()
+            gathered = self._await()
+            assert gathered is not None
             self.whole = self._in_order(gathered)
             self._whole_versions = [one._version for one in self.whole]
         return self.whole
+
+    def _await(self) -> torch.Tensor | None:
+        """What is on its way, if something is, when it has come."""
+        work, gathered, _ = self._coming or (None, None, None)
+        self._coming = None
+        if work is not None:
+            work.wait()
+        return gathered
 
     def _in_order(self, gathered: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter, of the parts of all ranks one after the other."""
@@ -228,11 +228,7 @@ class ShardBucket:
             RuntimeError: they were written to.
         """
         whole, self.whole = self.whole, None
-        if self._coming is not None:
-            work, *_ = self._coming
-            self._coming = None
-            if work is not None:
-                work.wait()
+        self._await()
         if whole is not None and [one._version for one in whole] != self._whole_versions:
             pairs = zip(self.members, whole, self._whole_versions, strict=True)
             names = ", ".join(m.name for m, one, version in pairs if one._version != version)
@@ -273,7 +269,7 @@ class Reduction:
         else:
             filled = [one for one in rows if one.numel()]  # the kernel refuses others
             given = torch.ops.aten._chunk_cat(filled, 0, size) if filled else rows[0].new_empty(size, 0)
-        self._result = policies.empty(given.shape[1], given.dtype, given.device)
+        self._result = memory_for(policies.group, given.shape[1], given.dtype, given.device)
         with noted(_ELSEWHERE.format("reduces gradients of {}"), self._members):
             self._work = comm.reduce_scatter_tensor(self._result, given, "avg", policies.group, async_op)
         self._given: torch.Tensor | None = given

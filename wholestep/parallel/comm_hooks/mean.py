@@ -17,6 +17,7 @@ from wholestep import comm
 from wholestep.comm.api.groups import in_this_world
 from wholestep.comm.api.tracing import is_captured
 from wholestep.comm.engines.work_queue import WorkQueue
+from wholestep.comm.work import Finished
 
 Hook = Callable[[Any, Any], torch.futures.Future]
 Group = comm.ProcessGroup | None
@@ -38,20 +39,14 @@ def in_order(group: comm.ProcessGroup, function: Callable[[], torch.Tensor]) -> 
     Returns:
         A future of the result; of the exception that the function raised, where it does.
     """
-    ended: torch.futures.Future = torch.futures.Future()
+    work: comm.Work
     if is_captured():  # a program has one order
-        ended.set_result(function())
-        return ended.then(value_of)
-    called = in_this_world(function)
-
-    def step() -> None:
-        try:
-            ended.set_result(called())
-        except Exception as failure:  # noqa: BLE001 - whatever it is belongs to who waits
-            ended.set_result(failure)
-
-    _queues.setdefault(group, WorkQueue()).start("communication hook", step, [], async_op=True)
-    return ended.then(value_of)
+        work = Finished([function()])
+    else:
+        called, result = in_this_world(function), list[torch.Tensor]()
+        queue = _queues.setdefault(group, WorkQueue())
+        work = queue.start("communication hook", lambda: result.append(called()), result, async_op=True)
+    return work.get_future().then(value_of)
 
 
 def value_of(future: torch.futures.Future) -> Any:
@@ -61,8 +56,6 @@ def value_of(future: torch.futures.Future) -> Any:
         Exception: what the communication failed with.
     """
     value = future.value()
-    if isinstance(value, Exception):
-        raise value
     return value[0] if isinstance(value, (list, tuple)) and len(value) == 1 else value
 
 

@@ -26,12 +26,11 @@ from wholestep.spmd.expand.choose_strategy import (
     replicated,
     slice_strategy,
 )
-from wholestep.spmd.expand.graph_edits import Writer, is_view, sharding_constraint
+from wholestep.spmd.expand.graph_edits import Writer, sharding_constraint
 from wholestep.spmd.expand.redistribute import redistribute
 from wholestep.spmd.expand.strategy import Build, Decomposed, Strategy
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Shard, is_unequal, normal, splits
-from wholestep.spmd.rules import strategies
 from wholestep.spmd.rules.pointwise import columns_of, is_on_lists, of_columns
 
 
@@ -55,8 +54,6 @@ class CallExpansion:
         self.graph, self.group, self.local = graph, group, local
         self.updated: dict[fx.Node, tuple[fx.Node, str]] = {}  # new value of an input -> the input, and its source
         self.sharded: dict[fx.Node, Any] = {}  # node of the step -> `ShardedValue`, a tree of them, or this rank's node
-        # Of a forward's values, for their gradients: by autograd sequence number and shape.
-        self.preferred_placements: dict[tuple[int | None, torch.Size], Placement] = {}
         self.choices = Choices(pending)
         self.light: set[fx.Node] = set()  # what cheap calls make of the step's inputs, and those
 
@@ -104,69 +101,46 @@ class CallExpansion:
     def _run(self, node: fx.Node) -> None:
         """Runs one call in the way that is best now."""
         call = Call.of(node, self.group)
-        strategy = self._choose(call, info(node))
+        strategy = self._choose(call)
         local = self._operands(call, strategy, info(node))
         if strategy.emit is None:
             self.keep(node, self._build(info(node)).local(call, strategy, local), strategy.outs)
-            if is_view(node) and len(call.operands) == 1:
-                self._look_again(node, call)
         else:
-            values = iter(_sharded_values(call, strategy, self._built(call, strategy, local, info(node))))
+            values = iter(_sharded_values(call, strategy, built(self._build(info(node)), call, strategy, local)))
             self.sharded[node] = _filled(call.result, values)
         if strategy.outs == (R,) and is_cheap(node) and (is_factory(node) or self.light.issuperset(call.operands)):
             self.light.add(node)
             self.sharded[node].source = node
 
-    def _look_again(self, node: fx.Node, call: Call) -> None:
-        """A view of what is at hand in several placements is at hand in several, too; what nobody reads is dropped."""
-        source, made = self.sharded[call.operands[0]], self.sharded[node]
-        if not isinstance(made, ShardedValue) or len(source.versions) == 1:
-            return
-        for other in (replicated(call), *strategies(call)):
-            have = source.versions.get(other.ins[0])
-            if have is not None and other.emit is None and other.outs[0] not in made.versions:
-                made.versions[other.outs[0]] = self._build(info(node)).local(call, other, [have])
-
     def _run_on_lists(self, node: fx.Node) -> None:
         """Each column goes its own way; those that take other calls leave the lists."""
         record, whole = info(node), Call.of(node, self.group)
         columns = list(columns_of(whole))
-        chosen = [self._choose(column, record) for column in columns]
+        chosen = [self._choose(column) for column in columns]
         locals_ = [self._operands(column, strategy, record) for column, strategy in zip(columns, chosen, strict=True)]
         together = [i for i, strategy in enumerate(chosen) if strategy.emit is None]
         made = iter(of_columns(self._build(record), whole, [columns[i] for i in together],
                                [locals_[i] for i in together]))  # fmt: skip
         found = []
         for each in zip(columns, chosen, locals_, strict=True):
-            nodes = next(made) if each[1].emit is None else self._built(*each, record)
+            nodes = next(made) if each[1].emit is None else built(self._build(record), *each)
             found.append(_sharded_values(*each[:2], nodes))
         rows = itertools.chain.from_iterable(zip(*found, strict=True))  # as the operator gives them
         self.sharded[node] = _filled(record.value, rows)
 
-    def _choose(self, call: Call, record: NodeInfo) -> Strategy:
+    def _choose(self, call: Call) -> Strategy:
         if not call.operands or not call.results:
             return replicated(call)
         sharded = [self.sharded[operand] for operand in call.operands]
         if self.local and all(one.versions.keys() == {R} for one in sharded):
             return replicated(call)
-        preferred = None
-        if record.phase == "backward" and all(one.versions.keys() == {R} for one in sharded):
-            preferred = self.preferred_placements.get((record.seq, call.results[0].shape))
-        strategy = self.choices.best(call, sharded, preferred)
-        # what one tensor is reduced to gives back a gradient that nothing but the tensor itself tells where to be
-        alone = len(call.values) == 1 and not getattr(call.target, "is_view", False)
-        if alone and record.phase == "forward" and record.seq is not None and isinstance(strategy.ins[0], Shard):
-            self.preferred_placements.setdefault((record.seq, call.values[0].shape), strategy.ins[0])
-        return strategy
+        return self.choices.best(call, sharded)
 
     def _operands(self, call: Call, strategy: Strategy, record: NodeInfo) -> list[fx.Node]:
         return [self.at(self.sharded[o], p, record) for o, p in zip(call.operands, strategy.ins, strict=True)]
 
     def _build(self, record: NodeInfo) -> Build:
         return Build(self.graph, record, self.group, self._node_of)
-
-    def _built(self, call: Call, strategy: Strategy, local: Sequence[fx.Node], record: NodeInfo) -> Sequence[fx.Node]:
-        return built(self._build(record), call, strategy, local)
 
     # Values
 

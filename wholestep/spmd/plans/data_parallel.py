@@ -193,7 +193,7 @@ class _Reductions:
         constrain(node, Constraint(to, self.addends, names), "backward", lambda r: not self._inside(node, r))
 
 
-def refuse_sparse(step: StepGraph, plans: str) -> StepGraph:
+def refuse_sparse(step: StepGraph, plans: str) -> None:
     """Refuses gradients that no plan can reduce: the number of their values is in the data, and differs among ranks.
 
     Raises:
@@ -204,7 +204,6 @@ def refuse_sparse(step: StepGraph, plans: str) -> StepGraph:
         node = nodes.get(gradient.after)
         if node is not None and info(node).value.layout != torch.strided:
             raise sparse_gradient(plans, gradient.parameter, info(node).where)
-    return step
 
 
 def sparse_gradient(plans: str, parameter: str, where: str) -> PlanError:

@@ -29,9 +29,9 @@ from wholestep.spmd.plans.global_view import (
 from wholestep.spmd.plans.sharding_constraints import (
     cheaper_to_keep,
     constrain_gradients,
-    constrain_inputs,
     constrain_parameters,
     constrain_results,
+    split_batch,
 )
 from wholestep.spmd.schedule.coalesce import bucket_gradients, pack_broadcasts
 from wholestep.spmd.schedule.overlap import wait_late
@@ -171,7 +171,7 @@ def fully_shard(step: StepGraph, *, group: AxisGroup, plan: FullyShard) -> StepG
     placements = state_placements(step, plan.placement_of, group)
     step = copy_step(step, "fully_shard")
     if plan.batch == R:
-        step = constrain_inputs(step, kind="batch", placement=Shard(0))
+        step = split_batch(step)
     gathered = placements.inputs
     if plan.gather == "cheaper":
         gathered = cheaper_to_keep(step, placements=placements.inputs, again=plan.again)

@@ -95,18 +95,15 @@ def constrain_gradients(step: StepGraph, *, placements: Sequence[Placement]) -> 
     return step
 
 
-def constrain_inputs(step: StepGraph, *, kind: str, placement: Shard) -> StepGraph:
-    """Inputs that every rank holds whole are split where the step reads them.
+def split_batch(step: StepGraph) -> StepGraph:
+    """The batch, which every rank holds whole, is split by rows where the step reads it.
 
     Args:
         step: changed in place.
-        kind: of the inputs.
-        placement: for those that have its dimension.
     """
     for node, item in zip(step.placeholders, step.signature.inputs, strict=True):
-        value = info(node).value
-        if item.kind == kind and isinstance(value, torch.Tensor) and value.dim() > placement.dim:
-            constrain(node, Constraint(placement), "forward", lambda reader: reader.op != "output")
+        if item.kind == "batch" and isinstance(info(node).value, torch.Tensor) and info(node).value.dim():
+            constrain(node, Constraint(Shard(0)), "forward", lambda reader: reader.op != "output")
     return step
 
 

@@ -1,8 +1,7 @@
 """Operators that pick or place elements by index tensors.
 
 Where the dimension that is picked from is split, each rank serves the indices in its own piece and gives zeros for
-the others: an addend. Where that which is placed into is split, each rank's piece gets one more row, which takes what
-belongs to others and is cut off.
+the others: an addend. That which is placed into is split along other dimensions alone.
 """
 
 from __future__ import annotations
@@ -70,22 +69,7 @@ def _picked(
     return [build.call(aten.masked_fill.Scalar, made, others, 0)]
 
 
-def _placed(build: Build, call: Call, ins: Sequence[fx.Node], *, dim: int, at: int = 1) -> list[fx.Node]:
-    here = info(ins[0]).value.shape[dim]
-    local, _ = _own(build, ins[at], call.values[0].shape[dim], here)
-    made = build.same(call, [build.pad(ins[0], dim, 0, 1), *ins[1:at], local, *ins[at + 1 :]])
-    return [build.call(aten.slice.Tensor, made, dim, 0, here)]
-
-
 # Tables -----------------------------------------------------------------------------------------------------------
-
-
-def _embedding(call: Call) -> Iterator[Strategy]:
-    count = call.values[1].dim()
-    for dim in range(count):
-        yield Strategy((R, Shard(dim)), (Shard(dim),))
-    yield Strategy((Shard(1), R), (Shard(count),))
-    yield Strategy((Shard(0), R), (Partial(),), partial(_picked, dim=0, after=1))
 
 
 def _embedding_backward(call: Call) -> Iterator[Strategy]:
@@ -130,10 +114,9 @@ def along(*, rows: bool, puts: bool = False, adds: bool = False, is_linear: bool
         how: dict[str, Op] = {"along": "sum"} if adds else {}
         dims = Dims([beside, index, *rest], [beside if puts else other], how, frozenset([0] if puts else []))
         yield from dims.strategies(call)
-        if _is_number(call.values[0]):
-            after = count - 1 - dim if rows else None
-            emit = partial(_placed, dim=dim) if puts else partial(_picked, dim=dim, after=after)
-            yield Strategy((Shard(dim), *[R] * (len(call.values) - 1)), (Shard(dim) if puts else Partial(),), emit)
+        if _is_number(call.values[0]) and not puts:
+            emit = partial(_picked, dim=dim, after=count - 1 - dim if rows else None)
+            yield Strategy((Shard(dim), *[R] * (len(call.values) - 1)), (Partial(),), emit)
         if is_linear and (not puts or len(call.values) == 3):
             yield from linear_strategies(call, [(0, 2) if puts else (0,)])
 
@@ -144,8 +127,9 @@ def along(*, rows: bool, puts: bool = False, adds: bool = False, is_linear: bool
 
 
 def _several(call: Call) -> Iterator[Strategy]:
-    """Picks by several indices, or puts there what is the last operand."""
+    """Picks by several indices, or by the one of an embedding, or puts there what is the last operand."""
     whole, indices = call.values[0], call.argument("indices")
+    indices = indices if isinstance(indices, (list, tuple)) else [indices]
     places = [dim for dim, index in enumerate(indices) if index is not None]
     values = [info(indices[dim]).value for dim in places]
     if not places or any(value.dtype in (torch.bool, torch.uint8) for value in values):
@@ -162,22 +146,13 @@ def _several(call: Call) -> Iterator[Strategy]:
         ins.append(trailing(call.values[-1], picked, [sizes[name] for name in picked]))
     how: dict[str, Op] = dict.fromkeys(inner, "sum") if puts and call.argument("accumulate") else {}
     yield from Dims(ins, [names if puts else picked], how, frozenset([0] if puts else [])).strategies(call)
-    for number, dim in enumerate(places if _is_number(whole) else [], 1):
-        after = len(rest) - at if inner else 0
-        emit = partial(_placed, dim=dim, at=number) if puts else partial(_picked, dim=dim, at=number, after=after)
-        yield Strategy((Shard(dim), *[R] * (len(call.values) - 1)), (Shard(dim) if puts else Partial(),), emit)
+    for number, dim in enumerate(places if _is_number(whole) and not puts else [], 1):
+        emit = partial(_picked, dim=dim, at=number, after=len(rest) - at if inner else 0)
+        yield Strategy((Shard(dim), *[R] * (len(call.values) - 1)), (Partial(),), emit)
     yield from linear_strategies(call, [(0, len(call.values) - 1) if puts else (0,)])
 
 
-def _sought(call: Call) -> Iterator[Strategy]:
-    """Each element on its own, against values that are whole."""
-    first = "self" if "self" in call.by_name(call.values) else "elements"
-    for dim in range(call.results[0].dim()):
-        yield Strategy(call.placed(**{first: Shard(dim)}), (Shard(dim),))
-
-
 RULES: dict[str, Rule] = {
-    "aten.embedding": linear(_embedding),
     "aten.embedding_dense_backward": linear(_embedding_backward),
     "aten.gather": along(rows=False),
     "aten.index_select": along(rows=True),
@@ -187,6 +162,5 @@ RULES: dict[str, Rule] = {
     "aten.index_add": along(rows=True, puts=True, adds=True),
     "aten.index_copy": along(rows=True, puts=True),
     "aten.index_fill": along(rows=True, puts=True, is_linear=False),
-    **dict.fromkeys(["aten.index", "aten.index_put"], _several),
-    **dict.fromkeys(["aten.bucketize", "aten.isin"], _sought),
+    **dict.fromkeys(["aten.index", "aten.index_put", "aten.embedding"], _several),
 }

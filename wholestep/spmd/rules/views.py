@@ -16,7 +16,6 @@ from wholestep.spmd.expand.calls import Call
 from wholestep.spmd.expand.strategy import (
     Build,
     Dims,
-    Names,
     Rule,
     Strategy,
     alphabet,
@@ -82,17 +81,6 @@ def _squeeze_whole(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.
     return [build.call(torch.ops.aten.squeeze.dims, ins[0], [dim for dim in dims if value.shape[dim] == 1])]
 
 
-def _complex(call: Call) -> Iterator[Strategy]:
-    """Real and imaginary parts as a last dimension of the real side."""
-    count = min(call.values[0].dim(), call.results[0].dim())
-    letters = alphabet(count)
-
-    def names(value: torch.Tensor) -> Names:
-        return [*letters, None] if value.dim() > count else letters
-
-    yield from Dims([names(call.values[0])], [names(call.results[0])]).strategies(call)
-
-
 RULES: dict[str, Rule] = {
     name: linear(rule)
     for names, rule in {
@@ -100,7 +88,6 @@ RULES: dict[str, Rule] = {
         ("aten.expand",): pointwise,
         ("aten.view", "aten._unsafe_view", "aten.unsqueeze"): _reshape,
         ("aten.squeeze",): _squeeze,
-        ("aten.view_as_real", "aten.view_as_complex"): _complex,
     }.items()
     for name in names
 }
@@ -145,19 +132,9 @@ def into_whole(*dims: str, keeps: bool = True, new: int = 0) -> Rule:
 
 
 def _slice(call: Call) -> Iterator[Strategy]:
-    """Along the split dimension too, when what is sliced out is small: each rank gives what it has of it."""
-    value, result = call.values[0], call.results[0]
-    dim = int(call.argument("dim")) % max(value.dim(), 1)
-    is_all = result.shape == value.shape
-    yield from beside(call, *([] if is_all else [dim]))
-    if not is_all and result.numel() * 2 <= value.numel() and value.dtype != torch.bool:
-        yield Strategy((Shard(dim),), (Partial(),), partial(_slice_here, dim=dim))
-
-
-def _slice_here(build: Build, call: Call, ins: Sequence[fx.Node], *, dim: int) -> list[fx.Node]:
-    """A slice of the rank's piece among zeros: the same calls with sizes alike on every rank, for axes to come."""
-    length, (start, stop) = call.values[0].shape[dim], build.piece(call.values[0].shape[dim])
-    return [build.same(call, [build.pad(ins[0], dim, start, length - stop)])]
+    """A slice, or one that is put into the first operand."""
+    whole, part = call.values[0], (*call.values[1:], *call.results)[0]
+    yield from beside(call, *([] if whole.shape == part.shape else [int(call.argument("dim", 0))]))
 
 
 def _select(call: Call) -> Iterator[Strategy]:
@@ -201,10 +178,6 @@ def _repeat(call: Call) -> Iterator[Strategy]:
     yield from Dims([names[new:]], [[*[None] * new, *names[new:]]]).strategies(call)
 
 
-def _slice_scatter(call: Call) -> Iterator[Strategy]:
-    yield from beside(call, *([] if call.values[0].shape == call.values[1].shape else [int(call.argument("dim", 0))]))
-
-
 RULES |= {
     **dict.fromkeys(["aten.slice", "aten.narrow"], linear(_slice)),
     "aten.select": linear(_select),
@@ -213,6 +186,8 @@ RULES |= {
     "aten.unbind": linear(part_of("dim", keeps=False)),
     "aten.diagonal": linear(part_of("dim1", "dim2", keeps=False, new=1)),
     "aten.unfold": linear(part_of("dimension", new=1)),
+    "aten.view_as_real": linear(part_of(new=1)),
+    "aten.view_as_complex": into_whole(new=1),
     "aten.cat": _cat,
     "aten.stack": into_whole("dim", keeps=False),
     "aten.constant_pad_nd": linear(_pad, when=lambda call: not call.argument("value", 0)),
@@ -221,7 +196,7 @@ RULES |= {
     "aten.select_backward": into_whole("dim", keeps=False),
     "aten.diagonal_backward": into_whole("dim1", "dim2", keeps=False, new=1),
     "aten.unfold_backward": into_whole("dim", new=1),
-    "aten.slice_scatter": linear(_slice_scatter, (0, 1)),
+    "aten.slice_scatter": linear(_slice, (0, 1)),
     "aten.select_scatter": into_whole("dim", keeps=False),
     "aten.diagonal_scatter": into_whole("dim1", "dim2", keeps=False, new=1),
 }  # fmt: skip
