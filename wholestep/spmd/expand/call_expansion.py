@@ -54,6 +54,8 @@ class CallExpansion:
         self.graph, self.group, self.local = graph, group, local
         self.updated: dict[fx.Node, tuple[fx.Node, str]] = {}  # new value of an input -> the input, and its source
         self.sharded: dict[fx.Node, Any] = {}  # node of the step -> `ShardedValue`, a tree of them, or this rank's node
+        # Of a forward's values, for their gradients: by autograd sequence number and shape.
+        self.preferred_placements: dict[tuple[int | None, torch.Size], Placement] = {}
         self.choices = Choices(pending)
         self.light: set[fx.Node] = set()  # what cheap calls make of the step's inputs, and those
 
@@ -101,7 +103,7 @@ class CallExpansion:
     def _run(self, node: fx.Node) -> None:
         """Runs one call in the way that is best now."""
         call = Call.of(node, self.group)
-        strategy = self._choose(call)
+        strategy = self._choose(call, info(node))
         local = self._operands(call, strategy, info(node))
         if strategy.emit is None:
             self.keep(node, self._build(info(node)).local(call, strategy, local), strategy.outs)
@@ -116,7 +118,7 @@ class CallExpansion:
         """Each column goes its own way; those that take other calls leave the lists."""
         record, whole = info(node), Call.of(node, self.group)
         columns = list(columns_of(whole))
-        chosen = [self._choose(column) for column in columns]
+        chosen = [self._choose(column, record) for column in columns]
         locals_ = [self._operands(column, strategy, record) for column, strategy in zip(columns, chosen, strict=True)]
         together = [i for i, strategy in enumerate(chosen) if strategy.emit is None]
         made = iter(of_columns(self._build(record), whole, [columns[i] for i in together],
@@ -128,13 +130,21 @@ class CallExpansion:
         rows = itertools.chain.from_iterable(zip(*found, strict=True))  # as the operator gives them
         self.sharded[node] = _filled(record.value, rows)
 
-    def _choose(self, call: Call) -> Strategy:
+    def _choose(self, call: Call, record: NodeInfo) -> Strategy:
         if not call.operands or not call.results:
             return replicated(call)
         sharded = [self.sharded[operand] for operand in call.operands]
         if self.local and all(one.versions.keys() == {R} for one in sharded):
             return replicated(call)
-        return self.choices.best(call, sharded)
+        preferred = None
+        if record.phase == "backward" and all(one.versions.keys() == {R} for one in sharded):
+            preferred = self.preferred_placements.get((record.seq, call.results[0].shape))
+        strategy = self.choices.best(call, sharded, preferred)
+        # what one tensor is reduced to gives back a gradient that nothing but the tensor itself tells where to be
+        alone = len(call.values) == 1 and not getattr(call.target, "is_view", False)
+        if alone and record.phase == "forward" and record.seq is not None and isinstance(strategy.ins[0], Shard):
+            self.preferred_placements.setdefault((record.seq, call.values[0].shape), strategy.ins[0])
+        return strategy
 
     def _operands(self, call: Call, strategy: Strategy, record: NodeInfo) -> list[fx.Node]:
         return [self.at(self.sharded[o], p, record) for o, p in zip(call.operands, strategy.ins, strict=True)]

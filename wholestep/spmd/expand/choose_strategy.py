@@ -1,8 +1,8 @@
 """Chooses the strategy of each call that communicates the fewest bytes, given the placements of its operands.
 
 Greedy, call by call. Two things keep it from short sight: nothing that every rank holds whole is split unless another
-operand is split alike (so that plans alone begin a split), and addends among the results are charged with the
-reduction that they still need. Every rank chooses alike: only sizes decide.
+operand is split alike or the gradient's own value was (so that plans alone begin a split), and addends among the
+results are charged with the reduction that they still need. Every rank chooses alike: only sizes decide.
 
 Slice propagation: what cheap calls make of factories and of the step's inputs is whole on every rank where no plan
 shards it: masks, positions, a parameter times its decay. Where a reader beside sharded operands wants a slice, it is
@@ -80,28 +80,34 @@ class Choices:
         self._pending = pending
         self._known: dict[Any, Strategy] = {}
 
-    def best(self, call: Call, sharded: Sequence[ShardedValue]) -> Strategy:
-        """The best strategy for a call on these operands."""
+    def best(self, call: Call, sharded: Sequence[ShardedValue], preferred: Placement | None) -> Strategy:
+        """The best strategy for a call.
+
+        Args:
+            sharded: the operands.
+            preferred: where the first result would best be, as far as that is free.
+        """
         places = [id(one) for one in sharded]
         lie = tuple([(places.index(id(one)), *one.versions) for one in sharded])
-        key = call.target, key_of((call.args, call.kwargs), []), lie
+        key = call.target, key_of((call.args, call.kwargs), []), lie, preferred
         with contextlib.suppress(KeyError, TypeError):  # not met before, or with an argument that has no hash
             return self._known[key]
-        strategy = self._choose(call, sharded)
+        strategy = self._choose(call, sharded, preferred)
         if _serves_all(strategy):
             with contextlib.suppress(TypeError):
                 self._known[key] = strategy
         return strategy
 
-    def _choose(self, call: Call, sharded: Sequence[ShardedValue]) -> Strategy:
+    def _choose(self, call: Call, sharded: Sequence[ShardedValue], preferred: Placement | None) -> Strategy:
         offered, whole = list(strategies(call)), replicated(call)
         # a rule may say how a call runs on whole operands
         best = next((one for one in offered if one.ins == whole.ins and one.emit is not None), whole)
         cost = _cost(best, call, sharded, self._pending)
         for strategy in offered:
-            if _is_offered(strategy, sharded):
+            is_preferred = preferred is not None and bool(strategy.outs) and strategy.outs[0] == preferred
+            if is_preferred or _is_offered(strategy, sharded):
                 other = _cost(strategy, call, sharded, self._pending)
-                if other < cost:
+                if other < cost or (is_preferred and other == cost):
                     best, cost = strategy, other
         return best
 
@@ -129,9 +135,7 @@ def _cost(strategy: Strategy, call: Call, sharded: Sequence[ShardedValue], pendi
             seen.add((id(one), wanted))
             total += one.nearest(wanted, ranks)[0]
     made = sum(nbytes(v) for v, p in zip(call.results, strategy.outs, strict=True) if isinstance(p, Partial))
-    taken = sum(nbytes(v) for v, p in zip(call.values, strategy.ins, strict=True) if isinstance(p, Partial))
-    grown = made - taken if taken else 0  # addends are best reduced before they become more
-    return total + max(pending * made, grown) * (ranks - 1) / ranks
+    return total + pending * made * (ranks - 1) / ranks
 
 
 # Operators whose result is alike everywhere: they make the slice by its sizes.
