@@ -13,6 +13,7 @@ import torch
 from wholestep import comm
 from wholestep.cached_property import cached_property
 from wholestep.comm.shared_tensors import native
+from wholestep.parallel.comm_hooks.mean import value_of
 from wholestep.torch_compat import storage_uses
 
 FIRST_BUCKET_BYTES = 2**20  # small, so that communication begins early in the backward
@@ -171,8 +172,8 @@ class Bucket:
                 if work is not None:
                     work.wait()
             return results
-        result = under_way.wait()
-        result = result[0] if isinstance(result, (list, tuple)) and len(result) == 1 else result
+        under_way.wait()
+        result = value_of(under_way)
         if not isinstance(result, torch.Tensor) or result.numel() != self.flat.numel():
             found = list(result.shape) if isinstance(result, torch.Tensor) else type(result).__name__
             raise RuntimeError(

@@ -9,12 +9,11 @@ marks, nested, tensor_parts, torch_compat, trace.
 from wholestep.spmd.expand.calls import Call
 from wholestep.spmd.expand.redistribute import redistribute
 from wholestep.spmd.expand.strategy import Build, Dims, Strategy
-from wholestep.spmd.full_state import full_state_dict, gather_parts
 from wholestep.spmd.mesh import DeviceMesh, init_device_mesh
 from wholestep.spmd.placements import Partial, Replicate, Shard
 from wholestep.spmd.plans.buffer_broadcast import BufferBroadcast
 from wholestep.spmd.plans.global_view import GlobalPlan, GlobalView, ParameterPlan, Plan
 from wholestep.spmd.plans.plan import DataParallel, FullyShard, ShardedOptimizer, TensorParallel
 from wholestep.spmd.preflight.plan_executor import PlanExecutor
-from wholestep.spmd.preflight.shard_inputs import shard_inputs
 from wholestep.spmd.rules import register_sharding
+from wholestep.spmd.sharded_state import full_state_dict, gather_parts, shard_inputs

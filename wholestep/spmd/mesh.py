@@ -225,12 +225,10 @@ def _agree(ranks: torch.Tensor, names: tuple[str, ...]) -> None:
 
 
 def _axis_group(ranks: torch.Tensor, axis: int) -> comm.ProcessGroup | None:
-    """Makes all groups along an axis, on every rank alike; gives the one that this rank is in."""
-    mine: comm.ProcessGroup | None = None
-    for members in ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist():
-        if members == list(range(comm.get_world_size())):
-            return comm.get_group()
-        group = comm.new_group(members)
-        if group is not None and group.rank() >= 0:
-            mine = group
-    return mine
+    """Makes the group along an axis that this rank is in, if it is in one."""
+    lines = ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()
+    mine = next((members for members in lines if comm.get_rank() in members), None)
+    if mine is None:
+        return None
+    is_world = mine == list(range(comm.get_world_size()))
+    return comm.get_group() if is_world else comm.new_group(mine, use_local_synchronization=True)

@@ -52,11 +52,10 @@ def post_localSGD_hook(state: PostLocalSGDState, bucket: Any) -> torch.futures.F
 
 def _ranks_of_this_host(group: comm.ProcessGroup) -> comm.ProcessGroup:
     hosts = gathered_objects(host_identity(), group)
-    made = [
-        comm.new_group([label for label, one in zip(group.labels, hosts, strict=True) if one == host])
-        for host in dict.fromkeys(hosts)
-    ]
-    return next(one for one in made if one is not None)
+    mine = [label for label, host in zip(group.labels, hosts, strict=True) if host == hosts[group.rank()]]
+    made = comm.new_group(mine, use_local_synchronization=True)
+    assert made is not None  # this rank is in it
+    return made
 
 
 class PeriodicModelAverager:
