@@ -7,7 +7,6 @@ import math
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -105,7 +104,7 @@ class Work:
 
 
 LINGER = 5.0  # seconds for which `await_futures` waits
-_completing: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_COMPLETES = "wholestep-future"  # name of its threads
 
 
 def future_of(work: Work, result: list[Any], limit: float | None = None) -> torch.futures.Future:
@@ -131,9 +130,7 @@ def future_of(work: Work, result: list[Any], limit: float | None = None) -> torc
     if work.is_completed():
         complete()
     else:
-        thread = threading.Thread(target=complete, name="wholestep-future", daemon=True)
-        _completing.add(thread)
-        thread.start()
+        threading.Thread(target=complete, name=_COMPLETES, daemon=True).start()
     return future
 
 
@@ -148,8 +145,8 @@ def _settled(ended: torch.futures.Future) -> Any:
 def await_futures() -> None:
     """Waits, for seconds, for the futures of works under way and for what is chained to them."""
     end = time.monotonic() + LINGER
-    for thread in list(_completing):
-        if thread is not threading.current_thread():
+    for thread in threading.enumerate():
+        if thread.name == _COMPLETES and thread is not threading.current_thread():
             thread.join(max(0.0, end - time.monotonic()))
 
 
