@@ -183,6 +183,10 @@ def along() -> Iterator[Any]:
     yield aten.roll.default, t(5, 4), [1], [0]
     yield aten.tril.default, t(3, 5, 4), 1
     yield aten.triu.default, t(5, 7), -1
+    yield aten.linalg_inv_ex.default, t(5, 3, 3)
+    yield aten.linalg_qr.default, t(5, 4, 3)
+    yield aten._linalg_det.default, t(5, 3, 3)
+    yield aten._cdist_forward.default, t(3, 5, 4), t(3, 2, 4), 2.0, None
     yield aten._fft_r2c.default, t(5, 4), [1], 0, True
     yield aten.view_as_real.default, torch.randn(5, 4, dtype=torch.complex128)
     yield aten.view_as_complex.default, t(5, 4, 2)
@@ -369,6 +373,8 @@ def indexing() -> Iterator[Any]:
         both = [torch.tensor([[1], [2]]), None, torch.tensor([0, 2])]
         yield aten.index_put.default, t(5, 4, 3), both, t(2, 2, 4), adds
     yield aten.index_put.default, t(4, 3), [torch.tensor([2, 2, 0, 1])], t(4, 3), True
+    yield aten.bucketize.Tensor, t(5, 4), t(6).sort()[0]
+    yield aten.isin.Tensor_Tensor, ints(5, 5, 4), torch.tensor([1, 3])
 
 
 def views() -> Iterator[Any]:
@@ -454,6 +460,7 @@ def random_samples() -> list[Sample]:
     found += [Sample(aten.rand_like.default, (p,)), Sample(aten.randn_like.default, (p,))]
     found += [Sample(aten.randint_like.default, (p, 9)), Sample(aten.bernoulli.default, (p,))]
     found += [Sample(aten.normal.Tensor_Tensor, (t(5, 4), p)), Sample(aten.normal.Tensor_float, (t(17, 4), 2.0))]
+    found += [Sample(aten.multinomial.default, (pos(5, 4), 2)), Sample(aten.multinomial.default, (pos(5, 4), 3, True))]
     return [*found, Sample(aten.native_dropout.default, (t(5, 4), 0.3, True))]
 
 

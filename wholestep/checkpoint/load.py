@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from wholestep.checkpoint.saving_ranks import Ranks
+from wholestep.checkpoint.saving_ranks import Ranks, progress
 from wholestep.checkpoint.state_names import (
     Contents,
     model_contents,
@@ -34,7 +34,7 @@ class Reader:
 
     Attributes:
         index: as `docs/checkpoints.md` describes it; of a checkpoint in the form of transformers, made for it.
-        nbytes: read so far.
+        nbytes: read so far; advance: told how many were read, each time.
 
     Raises:
         CheckpointError: there is no complete checkpoint at the path.
@@ -43,6 +43,7 @@ class Reader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path, self.index = index_of(Path(path))
         self.nbytes = 0
+        self.advance: Callable[[int], None] = lambda nbytes: None
         self._open: dict[str, Any] = {}
 
     def part(self, kind: str, name: str) -> Part:
@@ -66,7 +67,8 @@ class Reader:
             here = tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(common, part.spans, strict=True))
             file = self._file(block["file"])
             found = file.get_slice(name)[there] if there else file.get_tensor(name)
-            self.nbytes += found.numel() * found.itemsize
+            self.nbytes += found.nbytes
+            self.advance(found.nbytes)
             with torch.no_grad():
                 into[here].copy_(found)
         return into
@@ -107,7 +109,8 @@ def load(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.
         plan = Loading(Reader(path), model, optimizer)
         plan.check()
     with ranks.together(f"{path} cannot be read: "):
-        extra = plan.run()
+        with progress(f"loading {path}", plan.nbytes, ranks.rank == 0) as plan.reader.advance:
+            extra = plan.run()
     return extra
 
 
@@ -125,6 +128,12 @@ class Loading:
         if optimizer is not None:
             self.names = parameter_names(model, optimizer)
             self.state = optimizer_contents(model, optimizer)
+
+    @property
+    def nbytes(self) -> int:
+        """About how much is read."""
+        every = [*self.held.tensors.values(), *self.state.tensors.values()]
+        return sum(held.part.numel * held.tensor.itemsize for held in every)
 
     # Does it fit?
 

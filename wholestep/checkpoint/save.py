@@ -14,13 +14,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from wholestep.checkpoint import directory
-from wholestep.checkpoint.saving_ranks import Ranks
+from wholestep.checkpoint.saving_ranks import Ranks, progress
 from wholestep.checkpoint.state_names import Contents, extra_contents, model_contents, optimizer_contents
 from wholestep.checkpoint.transformers_format import WholeFiles
 from wholestep.errors import CheckpointError
 from wholestep.tensor_parts import Part
 
-MAX_FILE = 1 << 30  # bytes of a file, about
+MAX_FILE = 1 << 30  # bytes of a file, about: progress shows after each
 
 
 def save(
@@ -69,7 +69,7 @@ def _write_all(path: Path, name: str, contents: dict[str, Contents], ranks: Rank
     mine = [block for block in blocks if block.writer == ranks.rank]
     _name_files(blocks, ranks.size)
     with ranks.together(f"could not write to {path}: "):
-        written = _write(path / f".{name}", mine, contents)
+        written = _write(path / f".{name}", mine, contents, ranks)
     sizes = {file: size for one in ranks.gather(written) for file, size in one.items()}
     with ranks.together(f"could not finish {path}: "):
         if ranks.rank == 0:
@@ -174,17 +174,19 @@ def _name_files(blocks: list[Block], ranks: int) -> None:
         block.file = f"{block.kind}-rank{block.writer}-of-{ranks}-{size // MAX_FILE}.safetensors"
 
 
-def _write(folder: Path, mine: list[Block], contents: dict[str, Contents]) -> dict[str, int]:
+def _write(folder: Path, mine: list[Block], contents: dict[str, Contents], ranks: Ranks) -> dict[str, int]:
     """Writes this rank's files; gives their sizes."""
     if not folder.is_dir():
         raise OSError(f"{folder}, which rank 0 made, is not there: a file system that all ranks share is required")
     sizes: dict[str, int] = {}
-    for name in dict.fromkeys(block.file for block in mine):
-        here = [block for block in mine if block.file == name]
-        tensors = {block.name: contents[block.kind].tensors[block.name].tensor for block in here}
-        save_file({key: _plain(t) for key, t in tensors.items()}, folder / name, {"format": "pt"})
-        directory.sync(folder / name)
-        sizes[name] = (folder / name).stat().st_size
+    with progress(f"saving {folder.parent}", sum(b.nbytes for b in mine), ranks.rank == 0) as advance:
+        for name in dict.fromkeys(block.file for block in mine):
+            here = [block for block in mine if block.file == name]
+            tensors = {block.name: contents[block.kind].tensors[block.name].tensor for block in here}
+            save_file({key: _plain(t) for key, t in tensors.items()}, folder / name, {"format": "pt"})
+            directory.sync(folder / name)
+            sizes[name] = (folder / name).stat().st_size
+            advance(sum(block.nbytes for block in here))
     return sizes
 
 

@@ -1,10 +1,15 @@
-"""The ranks that save or load together, one alone where there is no group."""
+"""The ranks that save or load together, one alone where there is no group; and their progress bar."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from wholestep import comm
 from wholestep.comm.api.object_collectives import gathered_objects
@@ -47,3 +52,15 @@ class Ranks:
         for rank, text in enumerate(self.gather(trouble)):
             if text:
                 raise CheckpointError(text if self.size == 1 else f"rank {rank}: {text}")
+
+
+WORTH_A_BAR = 1 << 30  # bytes
+
+
+@contextmanager
+def progress(what: str, nbytes: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar on the terminal's standard error, where there is one and the bytes are many; gives what advances it."""
+    shown = shown and nbytes >= WORTH_A_BAR and sys.stderr.isatty()
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not shown) as bar:
+        yield partial(bar.advance, bar.add_task(what, total=nbytes))

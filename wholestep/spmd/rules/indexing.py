@@ -152,6 +152,13 @@ def _several(call: Call) -> Iterator[Strategy]:
     yield from linear_strategies(call, [(0, len(call.values) - 1) if puts else (0,)])
 
 
+def _sought(call: Call) -> Iterator[Strategy]:
+    """Each element on its own, against values that are whole."""
+    first = "self" if "self" in call.by_name(call.values) else "elements"
+    for dim in range(call.results[0].dim()):
+        yield Strategy(call.placed(**{first: Shard(dim)}), (Shard(dim),))
+
+
 RULES: dict[str, Rule] = {
     "aten.embedding_dense_backward": linear(_embedding_backward),
     "aten.gather": along(rows=False),
@@ -163,4 +170,5 @@ RULES: dict[str, Rule] = {
     "aten.index_copy": along(rows=True, puts=True),
     "aten.index_fill": along(rows=True, puts=True, is_linear=False),
     **dict.fromkeys(["aten.index", "aten.index_put", "aten.embedding"], _several),
+    **dict.fromkeys(["aten.bucketize", "aten.isin"], _sought),
 }

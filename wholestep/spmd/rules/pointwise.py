@@ -127,6 +127,12 @@ def _by_parameters(call: Call) -> Iterator[Strategy]:
             yield Strategy((Shard(dim),) * len(call.values), (Shard(dim),), partial(_draw_amid, dim=dim))
 
 
+def _by_rows(call: Call) -> Iterator[Strategy]:
+    """`multinomial`: rows of weights."""
+    if call.values[0].dim() == 2:
+        yield Strategy((Shard(0),), (Shard(0),), partial(_draw_amid, dim=0))
+
+
 def _draw_amid(build: Build, call: Call, ins: Sequence[fx.Node], *, dim: int) -> list[fx.Node]:
     start, stop = build.piece(call.values[0].shape[dim])
     whole = [build.pad(one, dim, start, call.values[0].shape[dim] - stop, 1) for one in ins]
@@ -151,6 +157,7 @@ RULES |= {
     **{f"functional(aten.{name})": _filled for name in _FILLS},
     **dict.fromkeys(["aten.rand_like", "aten.randn_like", "aten.randint_like"], _filled),
     **dict.fromkeys(["aten.bernoulli", "aten.normal"], _by_parameters),
+    "aten.multinomial": _by_rows,
     "aten.native_dropout": _dropout,
 }
 

@@ -165,6 +165,18 @@ def _beside_dims(name: str) -> Rule:
     return rule
 
 
+def _matrices(call: Call) -> Iterator[Strategy]:
+    """Linear algebra of matrices: by the dimensions before the last two, which all operands and results have."""
+    count = call.values[0].dim() - 2
+    letters = alphabet(count)
+
+    def names(value: torch.Tensor) -> list[str | None]:
+        return [letters[i] if i < count else None for i in range(value.dim())]
+
+    if count > 0 and all(value.shape[:count] == call.values[0].shape[:count] for value in call.values):
+        yield from Dims([names(v) for v in call.values], [names(v) for v in call.results]).strategies(call)
+
+
 def _softmax(call: Call) -> Iterator[Strategy]:
     """Along a dimension by other calls."""
     if call.values[0].dim():
@@ -188,6 +200,12 @@ RULES |= {
     "aten.min": _extreme("min"),
     **dict.fromkeys(["aten.flip", "aten.roll"], linear(_beside_dims("dims"))),
     **dict.fromkeys(["aten.tril", "aten.triu"], linear(lambda call: beside(call, -1, -2))),
+    **dict.fromkeys(
+        [f"aten.{name}" for name in ("linalg_cholesky_ex", "linalg_inv_ex", "linalg_qr", "_linalg_svd", "_linalg_eigh",
+                                     "_linalg_solve_ex", "linalg_solve_triangular", "_linalg_det", "_linalg_slogdet",
+                                     "linalg_lu_factor_ex", "_cdist_forward")],
+        _matrices,
+    ),
     **dict.fromkeys(["aten._fft_r2c", "aten._fft_c2r", "aten._fft_c2c"], linear(_beside_dims("dim"))),
 }  # fmt: skip
 
