@@ -15,6 +15,7 @@ from torch import nn
 
 import wholestep as ws
 from tests.co_run.test_steps import compare, deferring, played
+from wholestep.errors import UnsupportedError
 
 __all__ = ["deferring"]  # a fixture
 
@@ -250,11 +251,16 @@ def test_writes_to_lists_of_tensors_count(count):
     assert compiled.breaks
 
 
-@pytest.mark.parametrize("write", [
-    lambda shown: shown.zero_(), lambda shown: shown[0].mul_(2), lambda shown: shown[1:2].fill_(3),
+def windows(shown):
+    return shown[:, :4].unfold(1, 2, 1)  # with gaps between the rows
+
+
+@pytest.mark.parametrize(("rows", "write"), [
+    (1, lambda shown: shown.zero_()), (1, lambda shown: shown[0].mul_(2)), (1, lambda shown: shown[1:2].fill_(3)),
+    (3, lambda shown: windows(shown).add_(1)), (3, lambda shown: windows(shown).copy_(torch.ones(3, 3, 2).cumsum(1))),
 ])  # fmt: skip
 @pytest.mark.parametrize("prints", [False, True])
-def test_elements_that_lie_in_one_place_are_written_as_in_eager(write, prints):
+def test_elements_that_lie_in_one_place_are_written_as_in_eager(rows, write, prints):
     def step(shown, x):
         write(shown)
         print(end=f"{x.sum().item()}" if prints else "")
@@ -262,9 +268,11 @@ def test_elements_that_lie_in_one_place_are_written_as_in_eager(write, prints):
 
     seen = []
     for served in (step, ws.compile(step)):
-        shown = torch.arange(3.0).expand(4, 3)
-        seen.append([*(served(shown, torch.ones(3)) for _ in range(4)), shown])
-    assert all(map(torch.equal, *seen))
+        shown = torch.arange(9.0 * rows).view(rows, 9).expand(3, 9)
+        seen.append([*(served(shown, torch.ones(9)) for _ in range(4)), shown])
+    assert all(map(torch.equal, *seen)) and len(served.breaks) == 1
+    with pytest.raises(UnsupportedError, match="several elements in one place"):
+        ws.compile(step, fullgraph=True)(shown, torch.ones(9))
 
 
 @pytest.mark.parametrize("loss", [

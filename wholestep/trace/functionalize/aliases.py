@@ -57,8 +57,13 @@ class Geometry:
 
     @property
     def overlaps(self) -> bool:
-        """Whether there are more elements than places, as after `unfold` with a small step."""
-        return 0 < elements(self.shape) > self.extent
+        """Whether several elements may be in one place, as after `expand`, or `unfold` with a small step."""
+        reach = 0
+        for stride, size in sorted(zip(self.stride, self.shape, strict=False)):
+            if size > 1 and stride <= reach:
+                return elements(self.shape) > 0
+            reach += (size - 1) * stride
+        return False
 
     @property
     def is_dense(self) -> bool:
@@ -176,19 +181,9 @@ class Ref:
         while ref.parent is not None:
             if not elements(ref.geometry.shape):
                 return
-            whole, place = ref.parent, ref.geometry
-            if place.overlaps and not place.repeats and ref.follows_strides:
-                whole = ref.whole  # of two elements in one place the later stays
-                new = _strided_inverse(ref, new, whole)
-            elif whole.geometry.repeats and not (ref.geometry.repeats and ref.view in INVERSES):
-                # one of several elements in one place: all of them
-                while whole.geometry.repeats and whole.parent is not None:
-                    whole = whole.parent
-                new = _strided_inverse(ref, new, whole)
-            else:
-                invert = INVERSES.get(ref.view)
-                new = invert(ref, new) if invert is not None else _strided_inverse(ref, new, whole)
-            ref, new = whole, whole._converted(new)
+            new = INVERSES.get(ref.view, _strided_inverse)(ref, new)
+            ref = ref.parent
+            new = ref._converted(new)
         ref.storage.value = new
         ref.storage.generation += 1
         ref.node, ref.generation = new, ref.storage.generation
@@ -209,14 +204,11 @@ def new_root(fake: torch.Tensor, node: fx.Node, emit: Emit) -> Ref:
     return storage.root
 
 
-def _strided_inverse(ref: Ref, new: fx.Node, whole: Ref) -> fx.Node:
+def _strided_inverse(ref: Ref, new: fx.Node) -> fx.Node:
     """The content of what a view is taken from after writing through any view at all: an as_strided_scatter."""
-    shape, stride = list(ref.geometry.shape), list(ref.geometry.stride)
-    for dim, size in enumerate(shape):
-        if size > 1 and stride[dim] == 0:  # a constant, in one place: once
-            new, shape[dim] = ref.storage.emit(aten.slice.Tensor, (new, dim, 0, 1)), 1
-    offset = ref.geometry.offset - whole.geometry.offset
-    return ref.storage.emit(aten.as_strided_scatter.default, (whole.read(), new, shape, stride, offset))
+    assert ref.parent is not None
+    place = list(ref.geometry.shape), list(ref.geometry.stride), ref.geometry.offset - ref.parent.geometry.offset
+    return ref.storage.emit(aten.as_strided_scatter.default, (ref.parent.read(), new, *place))
 
 
 Inverse = Callable[[Ref, fx.Node], fx.Node]
@@ -265,24 +257,13 @@ def _view_dtype(ref: Ref, new: fx.Node) -> fx.Node:
     return ref.storage.emit(aten.view.dtype, (new, ref.parent.geometry.dtype))
 
 
-def _expand(ref: Ref, new: fx.Node) -> fx.Node:
-    """Only a constant is ever written through an expanded tensor: any one of the repeated elements will do."""
-    assert ref.parent is not None
-    before = (1,) * (len(ref.geometry.shape) - len(ref.parent.geometry.shape)) + tuple(ref.parent.geometry.shape)
-    for dim, size in enumerate(ref.geometry.shape):
-        if size > before[dim]:
-            new = ref.storage.emit(aten.slice.Tensor, (new, dim, 0, 1))
-    new = ref.storage.emit(aten.clone.default, (new,), {"memory_format": torch.contiguous_format})
-    return ref.storage.emit(aten.view.default, (new, list(ref.parent.geometry.shape)))
-
-
 # View operator -> how a value written through it becomes a value of what it was taken from.
-# Views that are not here, and those that repeat or leave out elements in unusual ways, go by strides.
+# Views that are not here go by strides; none of them has several elements in one place (`mutations.py`).
 INVERSES: dict[Any, Inverse] = {
     aten.view.default: _reshape,
     aten._unsafe_view.default: _reshape,
     aten._reshape_alias.default: _reshape,
-    aten.expand.default: _expand,
+    aten.expand.default: _reshape,
     aten.unsqueeze.default: _reshape,
     aten.squeeze.default: _reshape,
     aten.squeeze.dim: _reshape,

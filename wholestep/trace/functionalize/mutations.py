@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import fx
@@ -14,7 +14,7 @@ from wholestep.errors import UnsupportedError
 from wholestep.functional import OFFSETS, Functionalized, written_arguments
 from wholestep.nested import map_leaves
 from wholestep.torch_compat import FakeTensor, OpOverload
-from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
+from wholestep.trace.functionalize.aliases import Ref
 from wholestep.trace.operators import tables
 from wholestep.trace.operators.tables import Variant
 from wholestep.trace.record.graph_builder import fake_value
@@ -23,7 +23,6 @@ from wholestep.trace.record.inputs import Inputs
 aten = torch.ops.aten
 
 _HALVES = (torch.bfloat16, torch.float16)
-IN_ORDER = 1 << 15  # elements that a kernel goes through in one thread, so that of two in one place the later stays
 
 
 class Mutations:
@@ -44,13 +43,10 @@ class Mutations:
                 self.record(func, tuple(map(only, args)), {k: only(v) for k, v in kwargs.items()})
             return None
         written = self._written(func, args, kwargs, written_arguments(func))
-        if func not in tables.CONSTANT_WRITES:
-            if not (func is aten.copy_.default and self._same_elements(args[0], args[1])):
-                _refuse_repeats(func, [self.inputs.ref(t).geometry for t in written])
-            if not in_loop and not func._schema.name.endswith("_copy"):  # which copies a view of what it is given
-                self._refuse_partial_overlap(written, args, kwargs)
-        if any(ref.storage.input is not None and ref.whole.geometry.repeats for ref in map(self.inputs.ref, written)):
-            _refuse_expanded(func)
+        copies_itself = func is aten.copy_.default and self._same_elements(args[0], args[1])
+        _refuse_repeats(func, [self.inputs.ref(t) for t in written], copies_itself)
+        if not in_loop and not func._schema.name.endswith("_copy"):  # which copies a view of what it is given
+            self._refuse_partial_overlap(written, args, kwargs)
         out = None
         if not in_loop:
             out = self.inputs.run(func, args, kwargs)
@@ -192,22 +188,20 @@ def _refuse_resizing(given: list[Any]) -> None:
         raise UnsupportedError(what, "run the model once before the step is compiled")
 
 
-def _refuse_repeats(func: OpOverload, places: list[Geometry]) -> None:
-    """Refuses writes to several elements at one address: with eager's error, or ours where its result is undefined."""
-    repeats = any(place.repeats for place in places)
-    many = any(place.overlaps and elements(place.shape) > IN_ORDER for place in places)
-    if not repeats and not (any(place.overlaps for place in places) and (many or func is not aten.copy_.default)):
-        return
-    if func._schema.name in tables.EAGER_REPEATS or not repeats:
-        _refuse_expanded(func)
-    raise RuntimeError(
-        "unsupported operation: more than one element of the written-to tensor refers to a single memory "
-        "location. Please clone() the tensor before performing the operation."
-    )
-
-
-def _refuse_expanded(func: OpOverload) -> NoReturn:
-    raise UnsupportedError(f"{func} writes to an expanded tensor", "clone it first")
+def _refuse_repeats(func: OpOverload, written: list[Ref], copies_itself: bool) -> None:
+    """Refuses writes to memory that has several elements in one place: with eager's error, or ours if it has none."""
+    if any(ref.geometry.repeats for ref in written) and func._schema.name not in tables.REPEATS and not copies_itself:
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a single memory "
+            "location. Please clone() the tensor before performing the operation."
+        )
+    for ref in written:
+        above: Ref | None = ref
+        while above is not None:
+            if above.geometry.overlaps:
+                what = f"{func} writes to an expanded tensor, or to another that has several elements in one place"
+                raise UnsupportedError(what, "clone it first")
+            above = above.parent
 
 
 def _permutes(refs: list[Ref], news: list[fx.Node]) -> bool:

@@ -37,12 +37,9 @@ HIDDEN_WRITES: dict[Any, tuple[int, ...]] = {
 # Position of `training` in the operators above: without it nothing is written.
 TRAINING_FLAG = 5
 
-# Operators that write one value everywhere, and so also where elements repeat.
-CONSTANT_WRITES = {aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor}
-
-# In-place operators that eager lets write where elements repeat; what they leave there is not defined, or deprecated.
-EAGER_REPEATS = {"aten::masked_fill_", "aten::relu_", "aten::clamp_", "aten::clamp_min_", "aten::clamp_max_",
-                 "aten::index_fill_"}  # fmt: skip
+# In-place operators that eager lets write where elements repeat.
+REPEATS = {"aten::zero_", "aten::fill_", "aten::masked_fill_", "aten::relu_", "aten::clamp_", "aten::clamp_min_",
+           "aten::clamp_max_", "aten::index_fill_"}  # fmt: skip
 
 # Operators whose kernel works differently when gradients are wanted (the LSTM keeps a workspace).
 GRAD_SENSITIVE = {aten.mkldnn_rnn_layer.default}
