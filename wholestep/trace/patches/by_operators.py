@@ -1,7 +1,7 @@
 """Functions of torch whose C++ bypasses the dispatcher: while a step is traced, operators take their place.
 
-Nested lists of tensors and host numbers are read by C++ value by value: a stack stands in their place, as in
-``torch.tensor([loss, 2.0])``, or ``x[rows, columns]`` with tuples of tensors.
+Nested lists are read by C++ value by value: of host numbers a stack stands in their place, as in
+``torch.tensor([loss.item(), 2.0])``; of tensors they are refused.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -23,7 +23,7 @@ from wholestep.trace.numbers.recorded_numbers import RecordedNumbers
 from wholestep.trace.numbers.symbolic_sizes import is_made
 from wholestep.trace.operators.data_dependent_formulas import as_eager_sums
 
-UNKNOWN = (torch.Tensor, torch.SymFloat, torch.SymInt)
+NUMBERS = (torch.SymFloat, torch.SymInt)
 # What reads lists: the positions and names of the arguments that are data.
 CONSTRUCTORS: dict[Any, tuple[Any, ...]] = {
     **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), (0, "data", "obj")),
@@ -32,39 +32,23 @@ CONSTRUCTORS: dict[Any, tuple[Any, ...]] = {
 }
 COMPRESSED = (torch.sparse_compressed_tensor, torch.sparse_csr_tensor, torch.sparse_csc_tensor,
               torch.sparse_bsr_tensor, torch.sparse_bsc_tensor)  # fmt: skip
-_INDEX_DTYPES = (torch.bool, torch.uint8)
 
 
 def stacked(numbers: RecordedNumbers, data: Any, options: dict[str, Any]) -> Any:
-    """What C++ makes of data, where that has unknown values in it; any other data as it is.
-
-    Where C++ would refuse them, or convert otherwise than operators do, it is given tensors whose memory it cannot read
-    unnoticed.
+    """What C++ makes of data, where that has numbers in it that are not known; any other data as it is.
 
     Args:
         options: ``dtype`` and ``device`` of the tensor to make.
+
+    Raises:
+        DataDependentError: it has tensors in it.
     """
-    scalars = [*_scalars(data)] if _is_sequence(data) or isinstance(data, UNKNOWN[1:]) else []
-    if not any(isinstance(n, UNKNOWN) for n in scalars):
+    scalars = [data] if isinstance(data, NUMBERS) else _scalars(data)
+    plain = all(isinstance(n, (*NUMBERS, complex, float, int)) and not isinstance(n, numpy.generic) for n in scalars)
+    if not plain or not any(isinstance(n, NUMBERS) for n in scalars):
         return data
     wanted = options.get("dtype") or functools.reduce(torch.promote_types, map(_dtype, scalars))
-    if all(_converts(n, wanted) for n in scalars):
-        return _stack(numbers, data, wanted, options.get("device"))
-    return _made(data)
-
-
-def indexed(numbers: RecordedNumbers, index: Any) -> Any:
-    """An index, with tensors for the sequences of tensors in it."""
-    if not isinstance(index, (list, tuple)):
-        return index
-    found = [_of_sequence(numbers, n) if _is_sequence(n) else n for n in index]
-    return tuple(found) if isinstance(index, tuple) else found
-
-
-def _of_sequence(numbers: RecordedNumbers, sequence: Any) -> Any:
-    dtypes = {_dtype(n) for n in _scalars(sequence)}
-    bools = len(dtypes) == 1 and not dtypes.isdisjoint(_INDEX_DTYPES)
-    return stacked(numbers, sequence, {"dtype": None if bools else torch.int64})
+    return _stack(numbers, data, wanted, options.get("device"))
 
 
 def _is_sequence(value: Any) -> bool:
@@ -73,25 +57,19 @@ def _is_sequence(value: Any) -> bool:
     return hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__") and not isinstance(value, others)
 
 
-def _scalars(tree: Any) -> Iterator[Any]:
-    if _is_sequence(tree):
-        for leaf in tree:
-            yield from _scalars(leaf)
-    else:
-        yield tree
-
-
-def _made(tree: Any) -> Any:
-    """Nested lists with traced copies of tensors."""
-    if _is_sequence(tree):
-        return [_made(leaf) for leaf in tree]
-    return tree.detach().clone() if isinstance(tree, torch.Tensor) else tree
+def _scalars(data: Any) -> list[Any]:
+    """What nested sequences hold, where C++ may read it."""
+    found: list[Any] = []
+    for one in data if _is_sequence(data) else ():
+        found += _scalars(one) if _is_sequence(one) else [one]
+    if any(isinstance(one, torch.Tensor) for one in found):
+        what = "a list of tensors, whose values C++ reads, is made a tensor or an index"
+        raise DataDependentError(what, f"use torch.stack, or {OTHERWISE}")
+    return found
 
 
 def _dtype(scalar: Any) -> torch.dtype:
     """What C++ takes a scalar for when it is told nothing."""
-    if isinstance(scalar, torch.Tensor):
-        return scalar.dtype
     if isinstance(scalar, bool):
         return torch.bool
     if isinstance(scalar, complex):
@@ -99,36 +77,14 @@ def _dtype(scalar: Any) -> torch.dtype:
     return torch.get_default_dtype() if isinstance(scalar, float) else torch.int64
 
 
-def _converts(scalar: Any, wanted: torch.dtype) -> bool:
-    """Whether operators make of a scalar what C++ makes of it."""
-    if not isinstance(scalar, torch.Tensor):
-        return isinstance(scalar, (*UNKNOWN, complex, float, int)) and not isinstance(scalar, numpy.generic)
-    if wanted.is_floating_point or wanted.is_complex:
-        return scalar.numel() == 1 and (wanted.is_complex or not scalar.is_complex())
-    counted = not (scalar.is_floating_point() or scalar.is_complex())
-    return scalar.numel() == 1 and counted and wanted in (torch.bool, torch.int64, scalar.dtype)
-
-
 def _stack(numbers: RecordedNumbers, tree: Any, dtype: torch.dtype, device: Any) -> torch.Tensor:
     if _is_sequence(tree):
         return torch.stack([_stack(numbers, leaf, dtype, device) for leaf in tree])
-    if not isinstance(tree, torch.Tensor):
-        return torch.scalar_tensor(numbers.size(tree), dtype=dtype, device=device)
-    value = tree.detach().reshape(())
-    if not (value.is_floating_point() or value.is_complex()) and (dtype.is_floating_point or dtype.is_complex):
-        value = value.to(torch.float64)  # C++ has it as a Python number on its way
-    return value.to(device=device or torch.get_default_device(), dtype=dtype)
+    return torch.scalar_tensor(numbers.size(tree), dtype=dtype, device=device)
 
 
 # Constructors that are given data alone, of which a stack is the result.
 OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
-# Functions that read the memory of arguments in C++, where no mode sees it: their positions and names.
-CTC_LOSSES = (torch.ctc_loss, functional.ctc_loss)
-BY_VALUE: dict[Any, tuple[Any, ...]] = {
-    **dict.fromkeys((torch.tensor_split, torch.Tensor.tensor_split), (1, "indices_or_sections")),
-    **dict.fromkeys(CTC_LOSSES, (2, 3, "input_lengths", "target_lengths")),
-}
-
 
 def _cross_entropy(calls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     before = len(calls.recorder.builder.graph.nodes)
@@ -159,47 +115,24 @@ def _one_hot(calls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     return _scattered(*args, **kwargs)
 
 
-def _by_value(calls: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """A function that reads the memory of some arguments past the dispatcher, where they are tensors."""
-    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    if any(isinstance(given.get(key), torch.Tensor) for key in BY_VALUE[func]):
-        what = f"{func.__name__} reads the values of a tensor"
+def _tensor_split(calls: Any, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if any(isinstance(given, torch.Tensor) for given in (*args[1:], kwargs.get("indices_or_sections"))):
+        what = "tensor_split reads the values of a tensor"
         raise DataDependentError(what, f"give it a list of numbers, or {OTHERWISE}")
-    if func not in CTC_LOSSES:
-        return calls.call(func, args, kwargs)
-    return _ctc_loss(calls, *args, **({"reduction": "mean"} if len(args) < 6 else {}) | kwargs)
-
-
-def _ctc_loss(
-    calls: Any,
-    log_probs: torch.Tensor,
-    targets: torch.Tensor,
-    input_lengths: list[int],
-    target_lengths: list[int],
-    blank: int = 0,
-    reduction: int | str = 0,
-    zero_infinity: bool = False,
-) -> torch.Tensor:
-    """`ctc_loss` reduced here: its C++ would fill a tensor of lengths by hand."""
-    lengths = list(input_lengths), list(target_lengths)
-    loss = calls.call(torch.ctc_loss, (log_probs, targets, *lengths, blank, 0, zero_infinity), {})
-    if reduction in ("none", 0):
-        return loss  # type: ignore[no-any-return]
-    if reduction in ("sum", 2):
-        return loss.sum()  # type: ignore[no-any-return]
-    divisors = torch.tensor(lengths[1], dtype=loss.dtype, device=loss.device)
-    return (loss / divisors.clamp_min(1)).mean()  # type: ignore[no-any-return]
+    return calls.call(func, args, kwargs)
 
 
 def _get_item(calls: Any, func: Any, args: Any, kwargs: Any) -> Any:
-    return calls.call(func, (args[0], indexed(calls.numbers, args[1])), kwargs)
+    for one in args[1] if isinstance(args[1], tuple) else args[1:2]:
+        _scalars(one)  # refuses lists of tensors
+    return calls.call(func, args, kwargs)
 
 
 def _set_item(calls: Any, func: Any, args: Any, kwargs: Any) -> Any:
     """`t[mask] = value` with a single boolean, as Rprop has it, which C++ would read: a choice of two values."""
-    tensor, mask, value = args[0], indexed(calls.numbers, args[1]), args[2]
+    tensor, mask, value = args
     if not (isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.dim() == 0):
-        return calls.call(func, (tensor, mask, value), kwargs)
+        return _get_item(calls, func, args, kwargs)
     new = value if isinstance(value, torch.Tensor) else torch.full_like(tensor, value)
     tensor.copy_(torch.where(mask, new, tensor))
     return None
@@ -262,7 +195,7 @@ def _scattered(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 BY_OPERATORS: dict[Any, Callable[[Any, Any, Any, Any], Any]] = {
     **dict.fromkeys(CONSTRUCTORS, _constructor),
     functional.one_hot: _one_hot,
-    **dict.fromkeys(BY_VALUE, _by_value),
+    **dict.fromkeys((torch.tensor_split, torch.Tensor.tensor_split), _tensor_split),
     torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     torch.Tensor.__deepcopy__: _deepcopy,
     torch.Tensor.__getitem__: _get_item,

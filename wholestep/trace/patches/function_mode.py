@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils import dlpack
 
@@ -247,6 +248,7 @@ REFUSED: dict[Any, tuple[str, str]] = {
         (*PACKED_SEQUENCES, *RECURRENT),
         ("takes or makes a packed sequence, whose shapes depend on its lengths", "use padded tensors and masks"),
     ),
+    **dict.fromkeys((torch.ctc_loss, functional.ctc_loss), ("reads its lengths in C++", "take it outside of the step")),
     torch.Tensor.is_set_to: ("tells whether tensors are the same memory", "compare them outside of the step"),
     **dict.fromkeys(COMPRESSED, ("makes a tensor that no fake one can stand for", "use dense tensors")),
 }
