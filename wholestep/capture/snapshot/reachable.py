@@ -75,6 +75,7 @@ class TensorInput:
         beginning: for the detached alias of a tensor with a history, the autograd node where the alias' begins.
         entangled: whether it is a view of a tensor out of reach, of which another input is a view too.
         detached: whether a step may read it as mere data although an earlier computation made it.
+        unlike: whether it stands for a view with a history, and is another to autograd.
     """
 
     tensor: torch.Tensor
@@ -83,6 +84,7 @@ class TensorInput:
     beginning: Any = None
     entangled: bool = False
     detached: bool = False
+    unlike: bool = False
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class Reachable:
         self.owners: set[str] = set()
         self.used_globals: set[tuple[int, str]] = set()
         self.asking: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
-        self.names_read = NamesRead(names)
+        self.names_read = NamesRead()
         self.schedulers: list[tuple[LRScheduler, Source]] = []
         self.hidden: list[tuple[Container, Any, Source]] = []
         self.trained: set[int] = set()

@@ -191,6 +191,9 @@ class Inputs:
         if tensor.layout != torch.strided or tensor.is_quantized:
             kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "sparse"
             raise UnsupportedError(f"{found.source} holds a {kind} tensor between calls", "use dense tensors")
+        if found.unlike:
+            what = f"{found.source} has a history, and is a view of a tensor that the step can see too"
+            raise UnsupportedError(what, "make the view inside of the step, or pass it detached")
         begins_inside = found.detached or tensor._base is not None or id(tensor) in self.world.substitutes.aliases.found
         if tensor.requires_grad and not tensor.is_leaf and not begins_inside:
             raise UnsupportedError(
