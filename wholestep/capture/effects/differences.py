@@ -19,7 +19,6 @@ from wholestep.capture.outside.stand_ins import (
     REMEDY,
     AppendOnlyList,
     Count,
-    Deferred,
     Pending,
     Stopped,
     Version,
@@ -102,8 +101,6 @@ class _Described:
                 what = f"{where} was given what a scheduler sets, in a container that was there before its step()"
                 raise UnsupportedError(what, remedy="call scheduler.step() last, or after the compiled step")
             return Existing(value.source, value, after=value.call)
-        if isinstance(value, Deferred):
-            raise UnsupportedError(f"{where} was given a scheduler's own attributes", remedy="read them outside")
         if isinstance(value, Count):
             found = self.snap.find(value.tensor)
             assert found is not None

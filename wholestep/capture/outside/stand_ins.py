@@ -190,21 +190,6 @@ def all_of(scheduler: LRScheduler) -> Iterator[LRScheduler]:
         yield from all_of(inner)
 
 
-class Deferred:
-    """Takes the place of a scheduler's `step` while a step is captured."""
-
-    def __init__(self, scheduler: LRScheduler, source: Source, note: Callable[..., None]) -> None:
-        self.scheduler, self.source, self.note = scheduler, source, note
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        if kwargs or any(type(a) not in (int, float) for a in args):
-            raise UnsupportedError(
-                f"{self.source}.step was given a value that is only known when the step runs",
-                remedy="return the value, and call scheduler.step(value) after the compiled step",
-            )
-        self.note(self.scheduler, self.source, args)
-
-
 @dataclass
 class Noted:
     """A call of a scheduler's `step`: at its place, with arguments.

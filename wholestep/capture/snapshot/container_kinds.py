@@ -178,7 +178,7 @@ def class_values(kind: type) -> Contents:
         name: value
         for name, value in vars(kind).items()
         if (isinstance(value, _METHODS) or not (name.startswith("__") and name.endswith("__")))
-        and not name.startswith("_abc_")
+        and not name.startswith("_abc_") and not is_put_into(kind, name)
     }
 
 

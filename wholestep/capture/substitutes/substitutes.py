@@ -13,13 +13,14 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from wholestep.capture.outside import stand_ins as standing_in
-from wholestep.capture.outside.stand_ins import AppendOnlyList, Deferred, Noted, Pending, StandIn, taken
+from wholestep.capture.outside.stand_ins import AppendOnlyList, Noted, Pending, StandIn, taken
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.reachable import Container, Reachable
-from wholestep.capture.sources import Item, Replacement, Root, Source, Vars, lineage
+from wholestep.capture.sources import Item, Replacement, Root, Vars, lineage
 from wholestep.capture.substitutes.detached_aliases import DetachedAliases
 from wholestep.capture.substitutes.unsharded_views import PartsOf, UnshardedViews
-from wholestep.patches import Patches, is_put_into
+from wholestep.errors import UnsupportedError
+from wholestep.patches import Patches, is_put_into, original
 from wholestep.tensor_parts import Part
 
 
@@ -95,6 +96,8 @@ class Substitutes:
         which the step may hold too."""
         found, thread = self._reachable, threading.get_ident()
         replacements = [*found.outside.replacements(found.names_read.settle())]
+        replacements += [(kind, "step", lambda *given, **named: self._step(*given, **named))
+                         for kind in {type(scheduler) for scheduler, _ in found.schedulers}]
         before = [vars(owner).get(name) for owner, name, _ in replacements]
         self._patches.put(replacements, lambda: threading.get_ident() == thread)
         pairs = zip(before, replacements, strict=True)
@@ -126,8 +129,6 @@ class Substitutes:
             elif isinstance(number.source, Root):
                 at: Any = number.source.argument
                 (args if isinstance(at, int) else kwargs)[at] = stand_in
-        for scheduler, source in found.schedulers:
-            vars(scheduler)["step"] = Deferred(scheduler, source, self._note)
         return tuple(args), kwargs
 
     def exchange(self, tensors: dict[int, torch.Tensor]) -> None:
@@ -172,37 +173,31 @@ class Substitutes:
                 for module in old.modules():
                     vars(module)["training"] = new.training
         self.match_training()
-        for scheduler, _ in self._reachable.schedulers:
-            if isinstance(vars(scheduler).get("step"), Deferred):
-                del vars(scheduler)["step"]
 
-    def _note(self, scheduler: LRScheduler, place: Source, args: tuple[Any, ...]) -> None:
-        """A scheduler's step was called: until it really is, nobody may read what it sets."""
+    def _step(self, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        """A scheduler's step is called, and noted: until it really is, nobody may read what it sets."""
         found, refused = self._reachable, self._reachable.outside.refused
+        place = next((source for one, source in found.schedulers if one is scheduler), None)
+        if place is None:  # the step has made it
+            return original(type(scheduler), "step")(scheduler, *args, **kwargs)  # type: ignore[no-any-return]
+        if kwargs or any(type(a) not in (int, float) for a in args):
+            what = f"{place}.step was given a value that is only known when the step runs"
+            raise UnsupportedError(what, "return the value, and call scheduler.step(value) after the compiled step")
         before, call = self._contents(), len(self.noted)
-        for number in found.numbers:
-            group: Any = number.container.value if number.container is not None else None
-            if any(group is g for g in scheduler.optimizer.param_groups):
-                source = number.source if number.index is None else number.source.base  # type: ignore[attr-defined]
-                group[number.key] = Pending(source, group[number.key], call, refused)
-        for group in scheduler.optimizer.param_groups:  # a rate that is a tensor
-            for key, value in group.items():
-                if isinstance(value, torch.Tensor) and id(value) in found.tensors:
-                    group[key] = Pending(found.tensors[id(value)].source, value, call, refused)
         kinds_of = {int, float, torch.Tensor, *map(type, self.stand_ins)}
         moved = set(map(id, standing_in.all_of(scheduler)))
-        for one, source in found.schedulers:
-            state = vars(one) if id(one) in moved else {}
-            for key, value in state.items():
-                if standing_in.is_of_numbers(value, kinds_of):
-                    state[key] = Pending(Item(Vars(source), key), value, call, refused)
-        self.noted.append(Noted(place, args, before, self._contents()))
+        tables = [(group, found.first.get(id(group))) for group in scheduler.optimizer.param_groups]
+        tables += [(vars(one), Vars(source)) for one, source in found.schedulers if id(one) in moved]
+        for table, source in tables:
+            for key, value in table.items():
+                if source is not None and key != "params" and standing_in.is_of_numbers(value, kinds_of):
+                    table[key] = Pending(Item(source, key), value, call, refused)
+        return self.noted.append(Noted(place, args, before, self._contents()))
 
     def _contents(self) -> dict[int, kinds.Contents]:
         """What containers other than tensors hold now, and what is appended to lists, by id."""
         held = {id(c): c.kind.read(c.value) for c in self._reachable.containers if c.kind is not kinds.TENSOR}
-        held |= {id(stand_in): dict(enumerate(taken(stand_in))) for stand_in in self.lists}
-        return {key: {k: v for k, v in contents.items() if type(v) is not Deferred} for key, contents in held.items()}
+        return held | {id(stand_in): dict(enumerate(taken(stand_in))) for stand_in in self.lists}
 
     def restore(self) -> None:
         """Takes everything out of its place but what containers hold, which the snapshot puts back."""
