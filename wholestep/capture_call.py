@@ -6,12 +6,12 @@ May import: aot_autograd, capture, errors, patches, spmd, step_log, trace.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from wholestep.aot_autograd.differentiate import differentiate
-from wholestep.capture import Args, Kwargs, PartsOf, Snapshot, new_objects, snapshot
+from wholestep.capture import Args, Kwargs, PartsOf, Snapshot, new_objects
 from wholestep.errors import LeakError
 from wholestep.patches import is_suspended
 from wholestep.spmd import BufferBroadcast
@@ -20,7 +20,7 @@ from wholestep.trace import ReentrantCheckpoint, SharedMemory, Traced, trace_ste
 from wholestep.trace.numbers.symbolic_sizes import Sizes
 from wholestep.trace.outputs.leaks import Watch
 
-TakeSnapshot = Callable[..., Snapshot]  # called as `snapshot` is
+TakeSnapshot = Callable[..., Snapshot]  # called as `Snapshot` is
 
 _thread = threading.local()
 _lock = threading.RLock()  # a capture puts fake numbers and aliases where all threads see them
@@ -44,7 +44,7 @@ def capture(
     varying: frozenset[str] = frozenset(),
     decides: bool = False,
     differentiable: bool = True,
-    take: TakeSnapshot = snapshot,
+    take: TakeSnapshot = Snapshot,
     parts: PartsOf | None = None,
     sync: BufferBroadcast | None = None,
     outcomes: Sequence[str] | None = None,
@@ -78,12 +78,12 @@ def capture(
                 if sync is None or not sync.again():
                     return world, traced
             except Exception as request:
-                following = attempt.after(request, world.reachable.outside.unseen)
+                following = attempt.after(request)
             finally:
                 _thread.tracing = False
                 world.restore()
-            if (following.varying, following.names) != (attempt.varying, attempt.names):
-                world = take(fn, args, kwargs, names=following.names, varying=following.varying)
+            if following.varying != attempt.varying:
+                world = take(fn, args, kwargs, varying=following.varying)
             attempt = following
 
 
@@ -95,22 +95,18 @@ class _Attempt:
         varying: paths of numbers that are inputs, and of lists that are only appended to.
         shared: memories that several inputs share.
         reentrant: whether checkpoints run as written.
-        names: of modules that the step finds by them.
     """
 
     varying: frozenset[str]
     shared: frozenset[int] = frozenset()
     reentrant: bool = True
-    names: frozenset[str] = frozenset()
 
-    def after(self, request: Exception, unseen: Set[str]) -> _Attempt:
+    def after(self, request: Exception) -> _Attempt:
         """The next attempt.
 
         Raises:
             Exception: none would help.
         """
-        if unseen:
-            return replace(self, names=self.names | unseen)
         if isinstance(request, SharedMemory):
             return replace(self, shared=request.memories)
         if isinstance(request, ReentrantCheckpoint):

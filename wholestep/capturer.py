@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from wholestep import pipeline
-from wholestep.capture import Args, GuardFailure, InitialState, Kwargs, materialize_fakes, no_collection, snapshot
+from wholestep.capture import Args, GuardFailure, InitialState, Kwargs, Snapshot, materialize_fakes, no_collection
 from wholestep.capture_call import TakeSnapshot, capture, refuse_leaks
 from wholestep.deferred_init import allocated, any_deferred, record_of
 from wholestep.errors import PACKAGE, CaptureError, UnsupportedError
@@ -147,7 +147,7 @@ class Capturer:
 
     def deferred(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
         """Tensors that the step can see and that have no values yet."""
-        seen = snapshot(self._fn, args, kwargs).tensors.values() if any_deferred() else ()
+        seen = Snapshot(self._fn, args, kwargs).tensors.values() if any_deferred() else ()
         return [found.tensor for found in seen if record_of(found.tensor) is not None]
 
     def _taking(self, overrides: Overrides | None = None) -> TakeSnapshot:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.capture import Args, Guard, Kwargs, no_collection, snapshot
+from wholestep.capture import Args, Guard, Kwargs, Snapshot, no_collection
 from wholestep.capture_call import TakeSnapshot, is_tracing
 from wholestep.capturer import Capturer
 from wholestep.co_run import is_deferring
@@ -39,7 +39,7 @@ class Compiled:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], options: Options, take: TakeSnapshot = snapshot, dynamic: bool | None = False
+        self, fn: Callable[..., Any], options: Options, take: TakeSnapshot = Snapshot, dynamic: bool | None = False
     ) -> None:
         fn = fn._fn if isinstance(fn, Compiled) else fn
         functools.update_wrapper(self, fn, updated=())

@@ -22,7 +22,6 @@ from wholestep.capture import (
     forget,
     read_by,
     refuse_shared_parts,
-    snapshot,
 )
 from wholestep.capture_call import TakeSnapshot, capture
 from wholestep.ir import Input, Pass, StepGraph, check
@@ -116,7 +115,7 @@ def build(
     options: Options,
     known: Known,
     varying: frozenset[str] = frozenset(),
-    take: TakeSnapshot = snapshot,
+    take: TakeSnapshot = Snapshot,
     overrides: Sequence[Override] = (),
 ) -> Entry:
     """From one call to a program: every stage of Wholestep, in order.

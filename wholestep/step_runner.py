@@ -172,7 +172,7 @@ class StepRunner:
     def _may_run_python(self, error: Exception) -> bool:
         """Whether the step's Python runs where it could not be captured."""
         if isinstance(error, LazyError):
-            return not self._executor.view
+            return self._executor.plain and not self._options.module_override
         options = self._options
         own = bool(options.passes) or callable(options.backend) or options.memory_budget is not None
         if own and self._capturer.known.traced and not isinstance(error, CaptureError):
@@ -182,8 +182,8 @@ class StepRunner:
     def _run_python(self, error: Exception, args: Args, kwargs: Kwargs) -> Any:
         """Serves a call that cannot be captured by the step's Python, and all those to come that no program serves."""
         _let_go(error)
-        if isinstance(error, LazyError):  # the call that gives lazy modules their parameters
-            return self._fn(*args, **kwargs)
+        if isinstance(error, LazyError):  # the call that gives lazy modules their parameters, or imports modules
+            return collecting(self._fn)(*args, **kwargs)
         for tensor in self._capturer.deferred(args, kwargs):
             fill(tensor)
         take_back()

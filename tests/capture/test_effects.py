@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import lr_scheduler as rates
 
 import wholestep as ws
-from wholestep.capture import Binder, Effect, GuardFailure, Snapshot, new_values, outcome, snapshot
+from wholestep.capture import Binder, Effect, GuardFailure, Snapshot, new_values, outcome
 from wholestep.errors import LeakError, UnsupportedError
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -27,7 +27,7 @@ Pair = namedtuple("Pair", ["left", "right"])
 
 def traced(fn: Callable[..., Any], *args: Any) -> tuple[Snapshot, list[Effect]]:
     """Runs a step, notes its effects and undoes them; tensors unknown before count as made in the step."""
-    snap = snapshot(fn, args)
+    snap = Snapshot(fn, args)
     known = {id(t): t for t in (f.tensor for f in snap.tensors.values())}
     try:
         fn(*args)
@@ -238,7 +238,7 @@ def test_replay_reads_everything_before_it_assigns() -> None:
     snap, effects = traced(step, box)
     other = {"a": a.clone(), "b": b.clone()}
     want = other["b"], other["a"]
-    binder = Binder(snapshot(step, (other,)), [], effects=effects)
+    binder = Binder(Snapshot(step, (other,)), [], effects=effects)
     binder.path.apply((other,), {}, [])
     assert (other["a"], other["b"]) == want and box["a"] is a
 
@@ -267,7 +267,7 @@ def test_a_scheduler_inside_of_the_step_moves_on_and_never_recompiles(make: Call
     eager, ours = fresh(), fresh()
     step(*eager)
     step(*ours)
-    snap = snapshot(step, ours)
+    snap = Snapshot(step, ours)
     before = dict(vars(ours[2])), dict(ours[1].param_groups[0])
     snap.substitutes.lift([n.value for n in snap.numbers])
     step(*ours)
@@ -300,7 +300,7 @@ def test_reading_a_rate_after_its_scheduler_moved_is_refused() -> None:
         plateau.step((weight * 2).sum())
 
     for step, what in ((early, r"\['lr'\] was read after"), (data, "only known when the step runs")):
-        snap = snapshot(step)
+        snap = Snapshot(step)
         snap.substitutes.lift([n.value for n in snap.numbers])
         with pytest.raises(UnsupportedError, match=what):
             step()
@@ -326,7 +326,7 @@ def test_results_keep_the_identity_of_what_was_there_and_of_what_is_held_twice()
         return {"kept": kept, "list": kept.last, "out": out, "x": x, "n": 3}
 
     x = torch.ones(1)
-    snap = snapshot(step, (kept, x))
+    snap = Snapshot(step, (kept, x))
     effects, described = outcome(snap, lambda t: t is not x, step(kept, x))
     snap.restore()
     assert kept.last is None

@@ -16,15 +16,14 @@ import torch
 from torch import nn
 
 import wholestep as ws
-from wholestep.capture import Binder, GuardFailure, snapshot
-from wholestep.capture.snapshot.snapshot import Snapshot
+from wholestep.capture import Binder, GuardFailure, Snapshot
 from wholestep.capture.sources import FUNCTION, Item, Source, Vars
 from wholestep.errors import CaptureError
 
 
 def bound(fn: Callable[..., Any], *args: Any, mutated: tuple[str, ...] = (), **kwargs: Any) -> tuple[Snapshot, Binder]:
     """A binder for all tensors and numbers that a call can see."""
-    snap = snapshot(fn, args, kwargs)
+    snap = Snapshot(fn, args, kwargs)
     sources = [*(f.source for f in snap.tensors.values()), *(n.source for n in snap.numbers)]
     return snap, Binder(snap, sources, mutated=[s for s in sources if s.text in mutated])
 

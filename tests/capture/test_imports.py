@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import wholestep as ws
+from wholestep import comm
+from wholestep.errors import LazyError
 
 MODULE = """
 import os, random, time
@@ -58,6 +60,17 @@ def test_a_first_import_is_executed_once_with_real_tensors(step, fullgraph, tmp_
     module = sys.modules["imported_by_a_step"]
     assert type(module.kept) is torch.Tensor and module.kept.tolist() == [1, 1, 1]
     assert module.doubled.requires_grad and torch.equal(module.doubled, module.weight * 2)
+
+
+def test_what_has_to_run_once_before_is_an_error_with_a_plan():
+    comm.init_process_group("null", rank=0, world_size=2)
+    try:
+        mesh, model = ws.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), torch.nn.LazyLinear(2)
+        step = ws.compile(lambda x: model(x).sum().backward(), mesh=mesh, plan=ws.DataParallel("dp"))
+        with pytest.raises(LazyError, match="has no shape yet"):
+            step(torch.ones(3, 4))
+    finally:
+        comm.destroy_process_group()
 
 
 def by_its_name(x):

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from wholestep.capture import Binder, GuardFailure, new_values, outcome, snapshot
+from wholestep.capture import Binder, GuardFailure, Snapshot, new_values, outcome
 from wholestep.capture.guards.guards import compare
 from wholestep.errors import LeakError
 
@@ -82,7 +82,7 @@ def test_a_whole_step_is_undone() -> None:
 
     before = world(net, opt)
     net.fc.weight.grad  # noqa: B018
-    snap = snapshot(step, (torch.ones(2, 3),))
+    snap = Snapshot(step, (torch.ones(2, 3),))
     with pytest.raises(RuntimeError, match="the user's own"):
         step(torch.ones(2, 3))
     assert world(net, opt) != before
@@ -117,7 +117,7 @@ def test_containers_keep_identity_order_and_content() -> None:
         t["list"] = t.pop("list")
 
     x, keys = things["batch"].x, list(things)
-    snap = snapshot(step, (things,))
+    snap = Snapshot(step, (things,))
     step(things)
     snap.restore()
     assert list(things) == keys and things["list"] is inner and inner == [1, 2]
@@ -153,7 +153,7 @@ def test_globals_closures_defaults_and_class_values() -> None:
         helper()
         Kept().add()
 
-    snap = snapshot(step)
+    snap = Snapshot(step)
     step()
     assert (COUNT, held, Kept.total, Kept.seen) == (1, 2, 1, [1])
     snap.restore()
@@ -165,7 +165,7 @@ def test_lifted_numbers_come_back() -> None:
     opt = torch.optim.Adam([{"params": [weight], "lr": 1}], betas=(0.5, 0.75))
     opt.param_groups[0]["initial_lr"] = 0.25
     groups = dict(opt.param_groups[0])
-    snap = snapshot(lambda o: o.step(), (opt,))
+    snap = Snapshot(lambda o: o.step(), (opt,))
     assert {str(n.source).removeprefix("L['o'].param_groups[0]"): n.value for n in snap.numbers} == {
         "['lr']": 1.0, "['betas'][0]": 0.5, "['betas'][1]": 0.75, "['eps']": 1e-8, "['initial_lr']": 0.25,
     }
@@ -185,7 +185,7 @@ def test_a_cycle_of_objects_and_shared_modules_end() -> None:
     net = Net()
     net.__dict__["owner"] = a
     a.net = net
-    snap = snapshot(lambda o: o, (a,))
+    snap = Snapshot(lambda o: o, (a,))
     sources = [str(found.source) for found in snap.tensors.values()]
     assert sorted(sources) == ["L['o'].net.fc.bias", "L['o'].net.fc.weight", "L['o'].net.seen"]
 
@@ -251,7 +251,7 @@ def test_random_graphs_are_restored_and_changes_are_guarded(
         """Reads anything."""
 
     before = picture(root)
-    snap = snapshot(step, (root,))
+    snap = Snapshot(step, (root,))
     binder = Binder(snap, [f.source for f in snap.tensors.values()])
     values = binder((root,), {})
     assert not isinstance(values, GuardFailure) and [id(v) for v in values] == list(snap.tensors)
@@ -261,7 +261,7 @@ def test_random_graphs_are_restored_and_changes_are_guarded(
     differs = _without_ids(picture(root)) != _without_ids(before)
     verdict = binder((root,), {})
     assert isinstance(verdict, GuardFailure) >= differs, verdict
-    slow = compare(snap.guards(), snapshot(step, (root,)).guards())
+    slow = compare(snap.guards(), Snapshot(step, (root,)).guards())
     assert (slow is None) == (not isinstance(verdict, GuardFailure))
     snap.restore()
     assert picture(root) == before
@@ -283,7 +283,7 @@ def test_random_changes_are_undone_and_done_again(root: dict[str, Any], changes:
             mutate(found[which % len(found)], how, value)
 
     before = picture(root)
-    snap = snapshot(step, (root,))
+    snap = Snapshot(step, (root,))
     known = set(snap.tensors)
     values = [found.tensor for found in snap.tensors.values()]
     step(root)

@@ -7,14 +7,14 @@ from typing import Any
 
 import wholestep as ws
 from wholestep import comm
-from wholestep.capture import InitialState, snapshot
+from wholestep.capture import InitialState, Snapshot
 from wholestep.capture_call import capture
 from wholestep.ir import StepGraph, check
 
 
 def rank_graph(step: Callable[..., Any], args: tuple[Any, ...], plan: Any, ranks: int = 2, rank: int = 1) -> StepGraph:
     """The step of one rank after all passes of a plan, each checked."""
-    initial = InitialState(snapshot(step, args))
+    initial = InitialState(Snapshot(step, args))
     try:
         made = capture(step, args, {})[1].step
     finally:

@@ -52,7 +52,7 @@ def test_a_trace_at_other_sizes_is_the_capture_of_those_sizes() -> None:
         return loss
 
     templates = Templates(capture)
-    look = ws.pipeline.snapshot
+    look = ws.pipeline.Snapshot
     for size in (6, 4, 9):
         batch = pictures(size)
         _, made = templates(step, batch, {}, frozenset(), False, False, look)

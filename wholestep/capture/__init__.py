@@ -18,8 +18,8 @@ from wholestep.capture.guards.guards import Guard, GuardFailure, compare
 from wholestep.capture.outside.torch_settings import setters
 from wholestep.capture.snapshot.garbage_collection import new_objects, no_collection
 from wholestep.capture.snapshot.reachable import TensorInput
-from wholestep.capture.snapshot.snapshot import Snapshot, snapshot, unguarded_in_sight
-from wholestep.capture.sources import Args, Call, Kwargs
+from wholestep.capture.snapshot.snapshot import Snapshot, unguarded_in_sight
+from wholestep.capture.sources import Args, Kwargs
 from wholestep.capture.substitutes.optimizer_state import InitialState
-from wholestep.capture.substitutes.unbacked import materialize_fakes
+from wholestep.capture.substitutes.unbacked import Called, materialize_fakes
 from wholestep.capture.substitutes.unsharded_views import PartsOf, UnshardedViews

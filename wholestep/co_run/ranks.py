@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from wholestep.capture import Args, Call, InitialState, Kwargs, Snapshot
+from wholestep.capture import Args, InitialState, Kwargs, Snapshot
 from wholestep.co_run.operators import Facts, Kind
 from wholestep.co_run.prefix_tree import Results, Unknown, described, place_of, storage_of
 from wholestep.co_run.rank_program import Mark, Named, RankProgram
@@ -63,14 +63,14 @@ class Ranks:
         self._graded: dict[int, torch.Tensor] = {}  # leaves of which the segment has noted gradients, by their ids
         self._since: dict[int, int] = {}  # how many updates there were before
         self._unreduced: dict[int, torch.Tensor] = {}  # those whose gradients are each rank's own between segments
-        self._call = Call(self._fn, args, kwargs)
+        self._call = self._fn, args, kwargs
         self._met: dict[Any, torch.Tensor] = {}
         self._leaves: dict[int, torch.Tensor] = {}
         if self._first:
-            self._initial = InitialState(Snapshot(self._call))
+            self._initial = InitialState(Snapshot(*self._call))
             self._initial.fill()
         if self._first or not self.keeps_whole:  # else no tensor is to be found that is a part
-            world = Snapshot(self._call)
+            world = Snapshot(*self._call)
             self._modules = world.module_names()
             self._shards.put(world.tensors.values(), self._executor.parts)
         else:
@@ -158,7 +158,7 @@ class Ranks:
         new = {key: leaf for key, leaf in self._graded.items() if key not in self._unreduced}
         self._graded.clear()
         if new:
-            world = Snapshot(self._call)
+            world = Snapshot(*self._call)
             found = ((key, leaf, world.find(leaf)) for key, leaf in new.items())
             self._unreduced |= {key: leaf for key, leaf, one in found if one is not None and one.kind == "parameter"}
 
@@ -221,7 +221,7 @@ class Ranks:
         return backward
 
     def _source(self, tensor: torch.Tensor) -> str:
-        found = Snapshot(self._call).find(tensor)
+        found = Snapshot(*self._call).find(tensor)
         return f"a tensor of shape {list(tensor.shape)}" if found is None else str(found.source)
 
     # programs -------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class Ranks:
         self, segment: Segment, tensors: Sequence[torch.Tensor], numbers: Sequence[float], varying: frozenset[int]
     ) -> RankProgram:
         """The program of a segment, on which the ranks have agreed."""
-        world = Snapshot(self._call)
+        world = Snapshot(*self._call)
         for tensor in self._met.values():
             world.find(tensor)  # also in attributes that only libraries read
         found = world.tensors.values()

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from wholestep.capture import snapshot
+from wholestep.capture import Snapshot
 from wholestep.capture_call import capture
 from wholestep.errors import CaptureError
 from wholestep.ir import NodeInfo
@@ -142,7 +142,7 @@ def run_segment(tensors: list[torch.Tensor], numbers: list[float]) -> None:
     _running.segment.run(tensors, numbers, _running.call)
 
 
-_take = partial(snapshot, differentiable=False)  # tensors with a history are data here
+_take = partial(Snapshot, differentiable=False)  # tensors with a history are data here
 
 
 class CapturedSegment:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from wholestep import comm
-from wholestep.capture import Call, PartsOf, Snapshot, TensorInput, UnshardedViews
+from wholestep.capture import Called, PartsOf, Snapshot, TensorInput, UnshardedViews
 from wholestep.co_run.operators import Facts
 from wholestep.co_run.prefix_tree import place_of, storage_of
 from wholestep.comm.api.object_collectives import gathered_objects
@@ -106,7 +106,7 @@ class Shards:
             if storage_uses(storage_of(held.tensor)) <= _OWN_USES:
                 del self.held[key]
 
-    def take_back(self, call: Call, complete: bool) -> None:
+    def take_back(self, call: Called, complete: bool) -> None:
         """The call has ended: what a plan keeps in parts is a part again, and the rest is whole.
 
         Args:
@@ -124,7 +124,7 @@ class Shards:
         known = {id(tensor) for tensor, _ in lasting}
         self.forget_dead()
         if self.held and complete:
-            seen = Snapshot(call)
+            seen = Snapshot(*call)
             for found in seen.tensors.values():
                 held = self.of(found.tensor)
                 if found.kind in ("parameter", "buffer", "state") and held and id(found.tensor) not in known:

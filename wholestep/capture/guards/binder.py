@@ -23,7 +23,7 @@ from wholestep.capture.guards.guards import GuardFailure, compare
 from wholestep.capture.guards.per_call_objects import CONTAINERS, PERSISTENT
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.garbage_collection import no_collection
-from wholestep.capture.snapshot.snapshot import Snapshot, snapshot
+from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import Args, Kwargs, Source
 from wholestep.errors import UnsupportedError
 
@@ -128,7 +128,7 @@ class Binder:
         """The inputs or the first guard that fails, in milliseconds: walks what the step can see and compares it."""
         self.slow_calls += 1
         with no_collection():
-            later = snapshot(self._fn, args, kwargs, self._names, self._varying, self._replace)
+            later = Snapshot(self._fn, args, kwargs, self._names, self._varying, self._replace)
             failure = compare(self.guards, later.guards(self._sizeless))
             failure = failure or self._lacks(later) or self._shares_otherwise(later)
             if failure is not None:

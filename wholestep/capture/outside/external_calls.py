@@ -3,8 +3,8 @@
 A replay would repeat the first answer, and not act again. So a table says what a call of each function by which Python
 asks or acts means, and while a step is traced, in its thread, it is refused before it has done anything. What is read
 of the environment becomes a guard. What libraries log, perhaps once, is logged when the step has been captured; when it
-is not, the step's Python comes there again. Modules that a step is the first to import are executed as ever, whatever
-becomes of the trace: a replay owes them nothing, and one of which half was executed fails for good.
+is not, the step's Python comes there again. Modules that a step is the first to import are executed as ever; the user's
+are in sight from the next call on, and this one runs in eager.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from wholestep import patches
 from wholestep.capture.outside.shared_generators import Draws
 from wholestep.capture.outside.torch_settings import READERS, Settings
 from wholestep.capture.snapshot.user_code import is_library, is_system, is_user_module, origin
-from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
+from wholestep.errors import CaptureError, DataDependentError, LazyError, UnsupportedError
 from wholestep.patches import Replacement, original, suspended
 from wholestep.torch_compat import FUNCTION_MODES, dispatch_modes_off, function_modes_disabled
 
@@ -192,10 +192,6 @@ def _caller(between: str = "") -> str:
     return file
 
 
-class UnseenModules(Exception):  # noqa: N818 - a request, not an error
-    """Modules of the user's come into sight as the step imports them: trace again, with them in the snapshot."""
-
-
 class Outside:
     """What one step asks of the world outside, and would do there.
 
@@ -206,8 +202,7 @@ class Outside:
         refused: why it cannot be replayed; code of its own may have caught that.
         draws: from random generators of Python and NumPy.
         environment: name of a variable that the step reads -> its value, None where there is none; and of settings.
-        looked_up, modules: names that modules of the user's were imported by, and those in sight.
-        unseen: names of those that came in sight too late.
+        modules: the user's that are in sight.
         ended: whether nothing is refused any more; who wraps what stood in a class meanwhile may keep it for good.
     """
 
@@ -215,7 +210,7 @@ class Outside:
         self.refused: list[CaptureError] = []
         self.draws = Draws(lambda generator: self._refuse(DRAWS, f"draws from {generator}"))
         self.settings = Settings(self.refused)
-        self.looked_up, self.modules, self.unseen = {*names}, set[Any](), set[str]()
+        self.modules = set[Any]()
         self.environment: dict[str, Any] = self.settings.read
         for name in READERS.keys() & names:
             self.settings.note(name, READERS[name])
@@ -242,8 +237,6 @@ class Outside:
 
     def raise_refused(self) -> None:
         """Raises what the step was refused with first."""
-        if self.unseen:
-            raise UnseenModules(*self.unseen)
         self.draws.put_back()
         if self.refused:
             raise self.refused.pop(0)  # with it goes what its traceback holds
@@ -288,14 +281,14 @@ class Outside:
 
     def _import(self, name: str, importer: Any) -> Any:
         """Imports a module, which may be there, with real tensors; one of the user's has to be in sight."""
+        new = name not in sys.modules
         with suspended(), function_modes_disabled(), dispatch_modes_off():
             module = original(machinery, "_find_and_load")(name, importer)
-        above = {*accumulate(name.split("."), "{}.{}".format)} - self.looked_up
-        if above and not self.ended:
-            found = {one: sys.modules[one] for one in above if one in sys.modules}
-            self.unseen |= {one for one, held in found.items() if held not in self.modules and is_user_module(held)}
-        if self.unseen:
-            raise UnseenModules(*self.unseen)
+        held = [sys.modules.get(above) for above in accumulate(name.split("."), "{}.{}".format)]
+        if not self.ended and any(is_user_module(one) and one not in self.modules for one in held):
+            what = f"the step imports {name}, " + ("the first to do so" if new else "of which its code has no name")
+            self.refused.append((LazyError if new else UnsupportedError)(what, remedy="import it before the step"))
+            raise self.refused[-1]
         return module
 
     def _of_level(self, owner: Any, name: str) -> Any:

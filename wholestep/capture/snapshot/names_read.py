@@ -71,22 +71,11 @@ def _formats_any(code: types.CodeType) -> bool:
                for before, i in asked)  # fmt: skip
 
 
-def _uses(code: types.CodeType, opname: str) -> bool:
-    return dis.opmap[opname] in code.co_code[::2]
-
-
-def _matched(code: types.CodeType) -> Iterator[str]:
-    """The attributes that patterns of ``match`` name by keywords."""
-    if _uses(code, "MATCH_CLASS"):
-        for before, i in itertools.pairwise(dis.get_instructions(code)):
-            if i.opname == "MATCH_CLASS" and isinstance(before.argval, tuple):
-                yield from before.argval
-
-
 @functools.lru_cache(maxsize=8192)
 def named(code: types.CodeType) -> frozenset[str]:
-    """Every name that code uses, and the strings in it, which may be names, or formats that name attributes."""
-    strings = {c for inner in _codes(code) for c in (*inner.co_consts, *_matched(inner)) if isinstance(c, str)}
+    """Every name that code uses, and the strings in it, also in tuples: names (in patterns), or formats with names."""
+    held = [c for inner in _codes(code) for c in inner.co_consts]
+    strings = {c for c in itertools.chain(held, *(c for c in held if type(c) is tuple)) if isinstance(c, str)}
     names = frozenset(itertools.chain(strings, *map(fields, strings), *(inner.co_names for inner in _codes(code))))
     if not names.isdisjoint(_FORMATS) and any(_formats_any(inner) for inner in _codes(code)):
         names |= {"getattr"}
@@ -102,7 +91,7 @@ def fields(text: str) -> list[str]:
 
 def imports(code: types.CodeType) -> bool:
     """Whether code imports modules, or may look them up."""
-    found = any(_uses(inner, "IMPORT_NAME") for inner in _codes(code))
+    found = any(dis.opmap["IMPORT_NAME"] in inner.co_code[::2] for inner in _codes(code))
     return found or not named(code).isdisjoint(("import_module", "__import__", "modules"))
 
 

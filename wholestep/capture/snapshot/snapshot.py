@@ -27,7 +27,12 @@ Replace = Callable[[str, torch.nn.Module], torch.nn.Module]
 
 
 class Snapshot:
-    """Everything that one call of a step can see, before it runs.
+    """Everything that one call of a step can see, before it runs: walks it and records it.
+
+    Args:
+        names: settings and variables of the environment that the step is known to read.
+        varying: paths of numbers that are inputs rather than guards.
+        replace: gives the modules to trace in the place of others.
 
     Attributes:
         call: the function and its arguments.
@@ -37,13 +42,19 @@ class Snapshot:
         differentiable: whether tensors with a history are inputs that gradients flow to, or mere data.
         replaced_gradients: paths of gradients that the step replaces, and that nothing in it reads.
         new_ids: gives the ids of what was made since tracing began; None for all that the walk has not met.
+
+    Raises:
+        CaptureError: something is in reach that cannot be captured.
     """
 
     new_ids: Callable[[], set[int]] | None = None
 
-    def __init__(self, call: Call, names: frozenset[str] = frozenset(), varying: frozenset[str] = frozenset(),
+    @no_collection()
+    def __init__(self, fn: Callable[..., Any], args: Args = (), kwargs: Kwargs | None = None,
+                 names: frozenset[str] = frozenset(), varying: frozenset[str] = frozenset(),
                  replace: Replace | None = None, differentiable: bool = True) -> None:
-        self.call, self.names, self.varying, self.replace = call, names, varying, replace
+        call = self.call = Call(fn, tuple(args), dict(kwargs or {}))
+        self.names, self.varying, self.replace = names, varying, replace
         self.differentiable = differentiable
         self.reachable = reachable(call, names, varying)
         self.containers, self.tensors = self.reachable.containers, self.reachable.tensors
@@ -194,24 +205,6 @@ def same(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
     return len(now) == len(before) and all(
         k is j or (type(k) is type(j) and type(k) in (str, int) and k == j) for k, j in zip(now, before, strict=True)
     ) and all(v is w for v, w in zip(now.values(), before.values(), strict=True))
-
-
-def snapshot(fn: Callable[..., Any], args: Args = (), kwargs: Kwargs | None = None,
-             names: frozenset[str] = frozenset(), varying: frozenset[str] = frozenset(),
-             replace: Replace | None = None, differentiable: bool = True) -> Snapshot:
-    """Walks what a call of ``fn`` could see and records it.
-
-    Args:
-        names: attributes that count as named by the step's code, besides those that are.
-        varying: paths of numbers that are inputs rather than guards.
-        replace: gives the modules to trace in the place of others.
-        differentiable: see `Snapshot`.
-
-    Raises:
-        CaptureError: something is in reach that cannot be captured.
-    """
-    with no_collection():
-        return Snapshot(Call(fn, tuple(args), dict(kwargs or {})), names, varying, replace, differentiable)
 
 
 def unguarded_in_sight(fn: Callable[..., Any], args: Args, kwargs: Kwargs) -> list[Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -20,7 +19,7 @@ from wholestep.capture.snapshot.handlers import WAITING, handler
 from wholestep.capture.snapshot.names_read import ASKS_ANY
 from wholestep.capture.snapshot.reachable import NumberInput, Reachable
 from wholestep.capture.snapshot.user_code import is_library, own
-from wholestep.capture.sources import Call, Source, argument, module
+from wholestep.capture.sources import Call, Source, argument
 
 _VARYING = (kinds.MAPPING, kinds.ATTRIBUTES, kinds.SLOTS, kinds.LIST, kinds.CELL, kinds.GLOBALS, kinds.MODULE)
 
@@ -73,7 +72,6 @@ def begin(call: Call, names: Iterable[str] = (), varying: frozenset[str] = froze
         entry = getattr(type(call.fn), name, None)
         if isinstance(entry, types.FunctionType) and not is_library(entry.__code__.co_filename):
             found.names_read.add(entry)
-    found.queued.extend((sys.modules[name], module(name)) for name in names if name in sys.modules)
     found.queued.extend((value, source) for source, value in reversed(found.roots))
     return found
 

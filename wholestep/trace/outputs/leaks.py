@@ -74,51 +74,29 @@ class Watch:
                 raise LeakError(what, remedy, where=made_at(value))
 
 
-class _Caches:
-    """The caches of all functions that have one, and what each said of itself when it was looked at last.
-
-    A search of all objects takes from 50 ms to seconds: it is repeated when there are other caches, which their class
-    knows by the references to it.
-    """
-
-    def __init__(self) -> None:
-        self._said: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self._counts = 0, 0
-
-    def find(self, frozen: bool) -> None:
-        """Looks for new ones, where there are others than before."""
-        if self._counts == (sys.getrefcount(CACHE), len(self._said)):
-            return
-        if frozen:
-            gc.unfreeze()
-        for cache in [found for found in gc.get_referrers(CACHE) if type(found) is CACHE]:
-            self._said.setdefault(cache, None)
-        if frozen:
-            gc.freeze()
-        self._counts = sys.getrefcount(CACHE), len(self._said)
-
-    def empty(self) -> None:
-        """Empties those that have taken up what is traced."""
-        for cache, before in [*self._said.items()]:
-            if before != cache.cache_info():
-                if any(map(_is_traced, _contents(gc.get_referents(cache), 3))):
-                    cache.cache_clear()
-                self._said[cache] = cache.cache_info()
-
-
-_caches = _Caches()
+_caches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""The caches of all functions that have one, and what each said of itself when it was looked at last."""
+_counted = [0, 0]  # references to their class, and caches, when they were looked for last
 
 
 def empty_caches(frozen: bool) -> None:
     """Empties the caches of functions that keep what was made while tracing, for the calls that come after.
 
-    Those of libraries (`functools.lru_cache`) are in no snapshot, so that nothing else would take it out of there.
+    Those of libraries (`functools.lru_cache`) are in no snapshot, so that nothing else would take it out of there. A
+    search of all objects takes from 50 ms to seconds: it is repeated when there are other caches.
 
     Args:
         frozen: whether objects are frozen, by a capture under way or by the user; to count them takes longer than this.
     """
-    _caches.find(frozen)
-    _caches.empty()
+    if _counted != [sys.getrefcount(CACHE), len(_caches)]:
+        for cache in [found for found in _referrers([CACHE], frozen) if type(found) is CACHE]:
+            _caches.setdefault(cache, None)
+        _counted[:] = sys.getrefcount(CACHE), len(_caches)
+    for cache, before in [*_caches.items()]:
+        if before != cache.cache_info():
+            if any(map(_is_traced, _contents(gc.get_referents(cache), 3))):
+                cache.cache_clear()
+            _caches[cache] = cache.cache_info()
 
 
 failed = threading.local()
@@ -137,12 +115,8 @@ def _take_out(made: list[Any]) -> None:
     it knows."""
     if not made:
         return
-    frozen = objects_are_frozen()
-    if frozen:
-        gc.unfreeze()
-    tables = [found for found in gc.get_referrers(*made) if type(found) in (dict, list, deque) and found is not made]
-    if frozen:
-        gc.freeze()
+    found = _referrers(made, objects_are_frozen())
+    tables = [table for table in found if type(table) in (dict, list, deque) and table is not made]
     ids = {*map(id, made)}
     for table in tables:
         if type(table) is not dict:
@@ -185,9 +159,15 @@ def made_at(value: Any) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, types.CodeType) else ""
 
 
-def _referrers(values: list[Any]) -> list[Any]:
+def _referrers(values: list[Any], frozen: bool = False) -> list[Any]:
+    """What refers to some objects, frozen or not."""
     given = tuple(values)  # which Python 3.13 counts
-    return [holder for holder in gc.get_referrers(*given) if holder is not given]
+    if frozen:
+        gc.unfreeze()
+    found = [holder for holder in gc.get_referrers(*given) if holder is not given]
+    if frozen:
+        gc.freeze()
+    return found
 
 
 def _held(values: list[Any]) -> set[int]:
