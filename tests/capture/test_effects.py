@@ -269,6 +269,7 @@ def test_a_scheduler_inside_of_the_step_moves_on_and_never_recompiles(make: Call
     step(*ours)
     snap = Snapshot(step, ours)
     before = dict(vars(ours[2])), dict(ours[1].param_groups[0])
+    snap.substitutes.put(None)
     snap.substitutes.lift([n.value for n in snap.numbers])
     step(*ours)
     effects, _ = outcome(snap, lambda t: True)
@@ -301,6 +302,7 @@ def test_reading_a_rate_after_its_scheduler_moved_is_refused() -> None:
 
     for step, what in ((early, r"\['lr'\] was read after"), (data, "only known when the step runs")):
         snap = Snapshot(step)
+        snap.substitutes.put(None)
         snap.substitutes.lift([n.value for n in snap.numbers])
         with pytest.raises(UnsupportedError, match=what):
             step()

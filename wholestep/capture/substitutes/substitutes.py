@@ -184,11 +184,11 @@ class Substitutes:
             what = f"{place}.step was given a value that is only known when the step runs"
             raise UnsupportedError(what, "return the value, and call scheduler.step(value) after the compiled step")
         before, call = self._contents(), len(self.noted)
-        kinds_of = {int, float, torch.Tensor, *map(type, self.stand_ins)}
+        rates = {float, torch.Tensor, *map(type, self.stand_ins)}
         moved = set(map(id, standing_in.all_of(scheduler)))
-        tables = [(group, found.first.get(id(group))) for group in scheduler.optimizer.param_groups]
-        tables += [(vars(one), Vars(source)) for one, source in found.schedulers if id(one) in moved]
-        for table, source in tables:
+        tables = [(group, found.first.get(id(group)), rates) for group in scheduler.optimizer.param_groups]
+        tables += [(vars(one), Vars(source), rates | {int}) for one, source in found.schedulers if id(one) in moved]
+        for table, source, kinds_of in tables:
             for key, value in table.items():
                 if source is not None and key != "params" and standing_in.is_of_numbers(value, kinds_of):
                     table[key] = Pending(Item(source, key), value, call, refused)
