@@ -6,6 +6,7 @@ May import: capture, capturer, co_run, deferred_init, errors, pipeline, runtime,
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from typing import Any
 
 from wholestep.capture import Args, GuardFailure, Kwargs
@@ -182,11 +183,12 @@ class StepRunner:
     def _run_python(self, error: Exception, args: Args, kwargs: Kwargs) -> Any:
         """Serves a call that cannot be captured by the step's Python, and all those to come that no program serves."""
         _let_go(error)
+        with suppress(LazyError):
+            for tensor in self._capturer.deferred(args, kwargs):
+                fill(tensor)
+        take_back()
         if isinstance(error, LazyError):  # the call that gives lazy modules their parameters, or imports modules
             return collecting(self._fn)(*args, **kwargs)
-        for tensor in self._capturer.deferred(args, kwargs):
-            fill(tensor)
-        take_back()
         if self._entries.serve_seldom(len(self._entries)):  # and their guards take time
             self._entries.clear()
         co_run = CoRun(self._fn, collecting(self._fn), self._options)
