@@ -181,9 +181,12 @@ class Ref:
         while ref.parent is not None:
             if not elements(ref.geometry.shape):
                 return
-            new = INVERSES.get(ref.view, _strided_inverse)(ref, new)
-            ref = ref.parent
-            new = ref._converted(new)
+            whole = ref.parent
+            while whole.geometry.overlaps and whole.parent is not None:  # as after `expand`
+                whole = whole.parent
+            invert = INVERSES.get(ref.view) if whole is ref.parent else None
+            new = _strided_inverse(ref, new, whole) if invert is None else invert(ref, new)
+            ref, new = whole, whole._converted(new)
         ref.storage.value = new
         ref.storage.generation += 1
         ref.node, ref.generation = new, ref.storage.generation
@@ -204,11 +207,10 @@ def new_root(fake: torch.Tensor, node: fx.Node, emit: Emit) -> Ref:
     return storage.root
 
 
-def _strided_inverse(ref: Ref, new: fx.Node) -> fx.Node:
+def _strided_inverse(ref: Ref, new: fx.Node, whole: Ref) -> fx.Node:
     """The content of what a view is taken from after writing through any view at all: an as_strided_scatter."""
-    assert ref.parent is not None
-    place = list(ref.geometry.shape), list(ref.geometry.stride), ref.geometry.offset - ref.parent.geometry.offset
-    return ref.storage.emit(aten.as_strided_scatter.default, (ref.parent.read(), new, *place))
+    place = list(ref.geometry.shape), list(ref.geometry.stride), ref.geometry.offset - whole.geometry.offset
+    return ref.storage.emit(aten.as_strided_scatter.default, (whole.read(), new, *place))
 
 
 Inverse = Callable[[Ref, fx.Node], fx.Node]
@@ -258,7 +260,7 @@ def _view_dtype(ref: Ref, new: fx.Node) -> fx.Node:
 
 
 # View operator -> how a value written through it becomes a value of what it was taken from.
-# Views that are not here go by strides; none of them has several elements in one place (`mutations.py`).
+# Views that are not here go by strides, and so do those of an expanded tensor, in what that was expanded from.
 INVERSES: dict[Any, Inverse] = {
     aten.view.default: _reshape,
     aten._unsafe_view.default: _reshape,

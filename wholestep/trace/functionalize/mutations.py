@@ -195,13 +195,9 @@ def _refuse_repeats(func: OpOverload, written: list[Ref], copies_itself: bool) -
             "unsupported operation: more than one element of the written-to tensor refers to a single memory "
             "location. Please clone() the tensor before performing the operation."
         )
-    for ref in written:
-        above: Ref | None = ref
-        while above is not None:
-            if above.geometry.overlaps:
-                what = f"{func} writes to an expanded tensor, or to another that has several elements in one place"
-                raise UnsupportedError(what, "clone it first")
-            above = above.parent
+    if any(ref.geometry.overlaps or ref.whole.geometry.overlaps for ref in written):
+        what = f"{func} writes to an expanded tensor, or to another that has several elements in one place"
+        raise UnsupportedError(what, "clone it first")
 
 
 def _permutes(refs: list[Ref], news: list[fx.Node]) -> bool:
