@@ -177,7 +177,7 @@ for _name in ("add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow
     setattr(Pending, f"__{_name}__", _compute)
 
 
-def is_of_numbers(value: Any, kinds: Container[type]) -> bool:
+def is_of_types(value: Any, kinds: Container[type]) -> bool:
     """Whether a scheduler may set a value of this kind anew: one of certain types, or several."""
     several = value if isinstance(value, (list, tuple)) else [value]
     return isinstance(value, Pending) or all(type(v) in kinds for v in several)

@@ -96,8 +96,9 @@ class Substitutes:
         which the step may hold too."""
         found, thread = self._reachable, threading.get_ident()
         replacements = [*found.outside.replacements(found.names_read.settle())]
-        replacements += [(kind, "step", lambda *given, **named: self._step(*given, **named))
-                         for kind in {type(scheduler) for scheduler, _ in found.schedulers}]
+        for kind in {type(scheduler) for scheduler, _ in found.schedulers}:
+            replacements += [(kind, "step", lambda *given, **named: self._step(*given, **named)),
+                             (kind, "state_dict", lambda scheduler: self._state_dict(scheduler))]
         before = [vars(owner).get(name) for owner, name, _ in replacements]
         self._patches.put(replacements, lambda: threading.get_ident() == thread)
         pairs = zip(before, replacements, strict=True)
@@ -187,12 +188,20 @@ class Substitutes:
         rates = {float, torch.Tensor, *map(type, self.stand_ins)}
         moved = set(map(id, standing_in.all_of(scheduler)))
         tables = [(group, found.first.get(id(group)), rates) for group in scheduler.optimizer.param_groups]
-        tables += [(vars(one), Vars(source), rates | {int}) for one, source in found.schedulers if id(one) in moved]
+        plain: set[type] = rates | {int, bool, str, type(None)}
+        tables += [(vars(one), Vars(source), plain) for one, source in found.schedulers if id(one) in moved]
         for table, source, kinds_of in tables:
             for key, value in table.items():
-                if source is not None and key != "params" and standing_in.is_of_numbers(value, kinds_of):
+                if source is not None and key != "params" and standing_in.is_of_types(value, kinds_of):
                     table[key] = Pending(Item(source, key), value, call, refused)
         return self.noted.append(Noted(place, args, before, self._contents()))
+
+    def _state_dict(self, scheduler: LRScheduler) -> dict[str, Any]:
+        """All that a scheduler has set, which the step may not ask for when it has moved."""
+        if self.noted:
+            what = f"the state of {type(scheduler).__name__} was read after scheduler.step() in the same step"
+            raise UnsupportedError(what, "call scheduler.step() last, or after the compiled step")
+        return original(type(scheduler), "state_dict")(scheduler)  # type: ignore[no-any-return]
 
     def _contents(self) -> dict[int, kinds.Contents]:
         """What containers other than tensors hold now, and what is appended to lists, by id."""
