@@ -15,7 +15,7 @@ import torch
 from wholestep.errors import UnsupportedError
 from wholestep.patches import Replacement
 from wholestep.torch_compat import FakeTensor, storage_id
-from wholestep.trace.functionalize.aliases import elements
+from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
 from wholestep.trace.record.inputs import Inputs, TracedInput
 
 aten = torch.ops.aten
@@ -50,10 +50,11 @@ class StorageSizes:
     def _check_new(self, item: TracedInput, tensor: torch.Tensor) -> None:
         """A new input without memory has no value to read."""
         if tensor.numel() and not _nbytes(tensor.untyped_storage()):
-            if (first := self.of(tensor).item) is not item:
-                what = f"{first.source} and {item.source} share memory that is not there yet"
-                raise UnsupportedError(what, "take views after the memory is there")
-            self._renew(item)
+            known = self.of(tensor)
+            if known.item is item:
+                self._renew(item)
+            else:
+                item.ref = _beside(known.item, item, tensor)
 
     def of(self, tensor: torch.Tensor) -> StorageSize:
         """The size of the storage of an input."""
@@ -111,3 +112,15 @@ class StorageSizes:
 
         sized = [(torch.UntypedStorage, name, nbytes) for name in ("nbytes", "size", "__len__")]
         return [(torch.UntypedStorage, "resize_", resize), *sized]
+
+
+def _beside(first: TracedInput, other: TracedInput, tensor: torch.Tensor) -> Ref:
+    """An input without memory as a view of another one that will share it."""
+    assert first.ref is not None
+    whole, here = first.ref.whole.geometry, Geometry.of(tensor)
+    offset = here.offset - whole.offset
+    fits = whole.is_dense and here.dtype == whole.dtype and 0 <= offset
+    if not fits or offset + here.extent > whole.extent:
+        what = f"{first.source} and {other.source} overlap in memory that is not there yet"
+        raise UnsupportedError(what, "take views after the memory is there")
+    return first.ref.strided(here)
