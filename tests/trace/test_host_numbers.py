@@ -112,14 +112,40 @@ def test_a_number_from_outside_is_what_it_is_in_eager(name: str) -> None:
         assert len(reasons) == len(compiled.recompiles) <= (1 if name in FREE else 3)
 
 
+# What is done with a `numpy.float64`, and whether it is an input from its second value on.
+OF_NUMPY: dict[str, tuple[Use, bool]] = {
+    "on_the_left": (lambda x, p: p * x + p, True),
+    "division_by_zero": (lambda x, p: x * (1 / (p - 2.0)), True),
+    "root_of_a_negative": (lambda x, p: (x, (-p) ** 0.5), True),
+    "with_another": (lambda x, p: x * (p * numpy.float64(3.0)), True),
+    "its_type": (lambda x, p: x * 2 if isinstance(p, numpy.floating) and type(p) is numpy.float64 else x, True),
+    "results": (lambda x, p: (x, p * 2, -p, round(p, 1), round(p)), True),
+    "comparison": (lambda x, p: (x, p > 2), False),
+    "row": (lambda x, p: torch.tensor([p, 2]), False),
+    "functions": (lambda x, p: x * numpy.cos(p), False),
+    "attributes": (lambda x, p: (x, p.astype(numpy.float32), p.item()), False),
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", OF_NUMPY)
+def test_a_number_of_numpys_varies_as_pythons_and_stays_what_it_is(name: str) -> None:
+    (use, varies), x = OF_NUMPY[name], torch.randn(6)
+    compiled = ws.compile(lambda x, p: use(x, p), fullgraph=True)
+    for value in map(numpy.float64, (1.25, 2.0, 3.5, 2.0)):
+        assert repr(compiled(x, value)) == repr(use(x, value))
+    assert not varies or compiled.captures == 2
+
+
 @pytest.mark.parametrize("name", [*WHOLE, *PLAIN, *FREE])
 def test_a_number_of_a_tensor_is_refused_or_what_it_is_in_eager(name: str) -> None:
     use, x = (WHOLE | PLAIN | FREE)[name], torch.randn(2, 3, 6, 6)
     for values in _values(name):
         # drawn: nobody knows it before the step runs
         compiled = ws.compile(lambda x, p: use(x, (p * torch.randint(1, 2, ())).item()), fullgraph=True)
-        for value in values:
-            if name in {*FREE, "type_is"}:
+        is_free = name in {*FREE, "type_is"}
+        for value in values if is_free else values[:2]:  # a refusal, and what it leaves, do not follow from the value
+            if is_free:
                 assert _same(use(x, value), compiled(x, _held(value))), value
                 continue
             with pytest.raises(DataDependentError) as refusal:

@@ -42,6 +42,8 @@ PLAIN: tuple[type, ...] = (
 )
 EXACT_PLAIN = frozenset(PLAIN)
 _SMALLEST = math.ulp(0)  # which is zero in products where denormal numbers are flushed
+# Types of the numbers that become inputs where they are others at a later call.
+NUMBERS = (int, float, numpy.float64)
 META = ("type", "dtype", "device", "layout", "requires_grad", "is_leaf", "shape", "stride")
 
 

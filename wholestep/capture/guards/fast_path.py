@@ -110,7 +110,7 @@ class FastPath:
 
     def _is_number(self, number: NumberInput, at: str) -> str:
         if not number.setting:
-            return f"type({at}) is {type(number.value).__name__}"
+            return f"type({at}) is {self.writer.name(type(number.value))}"
         kinds = self.writer.name(_FLOATS if number.key != "lr" else (*_FLOATS, int))
         if number.index is not None:
             length = len(number.container.before[number.key])  # type: ignore[union-attr]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.guards.compared_values import META, is_one_of_a_kind, is_plain, same_plain
+from wholestep.capture.guards.compared_values import META, NUMBERS, is_one_of_a_kind, is_plain, same_plain
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.handlers import GETTERS, OPERATORS
 from wholestep.capture.snapshot.reachable import Container, Reachable
@@ -217,13 +217,13 @@ def compare(old: list[Guard], new: list[Guard]) -> GuardFailure | None:
             varying = frozenset([guard.key[0]])
         elif guard.kind == f"structure of {kinds.MAPPING.name}":  # an optimizer's step counts, after its first step
             fresh = (g for g in new if g.key not in earlier and _IN_OPTIMIZER.search(g.key[0]))
-            varying = frozenset(g.key[0] for g in fresh if g.kind == "value" and type(g.expected) in (int, float))
+            varying = frozenset(g.key[0] for g in fresh if g.kind == "value" and type(g.expected) in NUMBERS)
         return GuardFailure(_reason(guard, match, later), varying, by_value=guard.kind == "value")
     return None
 
 
 def _is_number(guard: Guard, match: Guard) -> bool:
-    return guard.kind == "value" and type(guard.expected) is type(match.expected) in (int, float)
+    return guard.kind == "value" and type(guard.expected) is type(match.expected) in NUMBERS
 
 
 def _has_grown(guard: Guard, match: Guard) -> bool:

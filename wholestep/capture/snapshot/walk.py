@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.guards.compared_values import EXACT_PLAIN
+from wholestep.capture.guards.compared_values import EXACT_PLAIN, NUMBERS
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.handlers import WAITING, handler
 from wholestep.capture.snapshot.names_read import ASKS_ANY
@@ -89,11 +89,11 @@ def _add_empty(found: Reachable) -> None:
 def _vary(found: Reachable) -> None:
     """Makes inputs of the plain numbers whose sources are known to vary."""
     for source, value in found.roots:
-        if type(value) in (int, float) and source.path in found.varying:
+        if type(value) in NUMBERS and source.path in found.varying:
             found.numbers.append(NumberInput(source, value))
     for container in found.containers:
         for key, value in container.before.items() if container.kind in _VARYING else ():
-            if type(value) in (int, float) and key not in container.ignored:
+            if type(value) in NUMBERS and key not in container.ignored:
                 source = found.child(container, key)
                 if source.path in found.varying:
                     found.numbers.append(NumberInput(source, value, container, key))

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from keyword import iskeyword
 from typing import Any
 
+import numpy
 import torch
 from torch import fx
 
@@ -178,7 +179,7 @@ class ProgramText:
             return self.in_rows.get(name, name)
         if isinstance(value, (list, tuple)):
             return f"[{commas(map(self.arg, value))}]"
-        if isinstance(value, (torch.Tensor, torch.Generator)):
+        if isinstance(value, (torch.Tensor, torch.Generator, numpy.generic)):
             name = f"object_{len(self.namespace)}"
             self.namespace[name] = value
             return name

@@ -166,7 +166,8 @@ ESCAPES: dict[str, tuple[str, Callable[..., Any]]] = {
 
 
 def _methods() -> dict[str, Any]:
-    table: dict[str, Any] = {name: _attribute(name) for name in dir(int) + dir(float) if not name.startswith("__")}
+    names = [*dir(int), *dir(float), *dir(numpy.float64)]
+    table: dict[str, Any] = {name: _attribute(name) for name in names if not name.startswith("__")}
     for name in (*ARITHMETIC, *COMPARISONS):
         function, name = getattr(operator, name), name.rstrip("_")
         table[f"__{name}__"] = _binary(function, swapped=False)
@@ -179,7 +180,7 @@ def _methods() -> dict[str, Any]:
     table |= {name: _unary(function) for name, function in UNARY.items()}
     table |= {name: _escape(*way) for name, way in ESCAPES.items()}
     table["__bool__"] = lambda self: self != 0
-    table["__class__"] = property(lambda self: float if isinstance(self.node.hint, float) else int)
+    table["__class__"] = property(lambda self: type(self).stands_for)
     table["__dir__"] = lambda self: dir(self.__class__)
     table["__dict__"] = property(_no_attributes)
     return table
@@ -190,7 +191,7 @@ def _no_attributes(self: Any) -> Any:
 
 
 def _attribute(name: str) -> property:
-    """What floats and ints have besides: `bit_length`, `is_integer`, `real`."""
+    """What numbers have besides: `bit_length`, `is_integer`, `real`; NumPy's `astype`."""
 
     def value(self: Any) -> Any:
         if not hasattr(self.__class__, name):
@@ -229,16 +230,17 @@ def is_for_plain(error: TypeError) -> bool:
 
 HostFloat: Any = _number_class("HostFloat", torch.SymFloat, float)
 HostInt: Any = _number_class("HostInt", torch.SymInt, int)
+HostFloat64: Any = _number_class("HostFloat64", torch.SymFloat, numpy.float64)  # which divides by zero
 
 
-HOSTS = (HostFloat, HostInt)
+HOSTS = (HostFloat, HostInt, HostFloat64)
 
 
 def make_host(node: Any) -> Any:
     """The Python object that stands for a host number of the node's type, or for a symbolic size."""
     if not isinstance(node, HostNode):
         return torch.SymInt(node) if node.is_int() else torch.SymFloat(node)
-    return HostInt(node) if node.is_int() else HostFloat(node)
+    return (HostFloat64 if type(node.hint) is numpy.float64 else HostInt if node.is_int() else HostFloat)(node)
 
 
 def _aware(function: Callable[..., Any]) -> Callable[..., Any]:

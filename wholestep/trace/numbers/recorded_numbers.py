@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import fx
 
@@ -119,7 +120,7 @@ class RecordedNumbers:
         key = (function, *((type(n), str(n) if is_size(n) else n) for n in nodes))
         if key not in self._recorded:  # pure functions of numbers: the same call is the same number
             self._recorded[key] = self.builder.emit(function, nodes, value=hint)
-        if isinstance(hint, (bool, complex)):
+        if isinstance(hint, (bool, complex, numpy.bool_)):
             return self.decide(self._recorded[key])
         return make_host(HostNode(self, self._recorded[key], hint, known))
 

@@ -17,8 +17,10 @@ import torch
 from torch.nn import functional
 
 from wholestep.errors import DataDependentError, UnsupportedError
+from wholestep.nested import map_leaves
 from wholestep.torch_compat import FakeTensor, no_modes, set_versions
 from wholestep.trace.numbers.decisions import OTHERWISE
+from wholestep.trace.numbers.host_numbers import HostFloat64, plain
 from wholestep.trace.numbers.recorded_numbers import RecordedNumbers
 from wholestep.trace.numbers.symbolic_sizes import is_made
 from wholestep.trace.operators.data_dependent_formulas import as_eager_sums
@@ -43,9 +45,10 @@ def stacked(numbers: RecordedNumbers, data: Any, options: dict[str, Any]) -> Any
     Raises:
         DataDependentError: it has tensors in it.
     """
+    data = map_leaves(lambda n: plain(n, "NumPy's numbers are read by C++") if type(n) is HostFloat64 else n, data)
     scalars = [data] if isinstance(data, NUMBERS) else _scalars(data)
-    plain = all(isinstance(n, (*NUMBERS, complex, float, int)) and not isinstance(n, numpy.generic) for n in scalars)
-    if not plain or not any(isinstance(n, NUMBERS) for n in scalars):
+    known = all(isinstance(n, (*NUMBERS, complex, float, int)) and not isinstance(n, numpy.generic) for n in scalars)
+    if not known or not any(isinstance(n, NUMBERS) for n in scalars):
         return data
     wanted = options.get("dtype") or functools.reduce(torch.promote_types, map(_dtype, scalars))
     return _stack(numbers, data, wanted, options.get("device"))

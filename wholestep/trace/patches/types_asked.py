@@ -23,12 +23,12 @@ from wholestep.capture.sources import lineage
 from wholestep.errors import DataDependentError
 from wholestep.patches import Replacement
 from wholestep.torch_compat import FakeTensor
-from wholestep.trace.numbers.host_numbers import HostFloat, HostInt
+from wholestep.trace.numbers.host_numbers import HOSTS
 from wholestep.trace.numbers.symbolic_sizes import is_made
 from wholestep.trace.record.inputs import Inputs
 
 NUMBERS: dict[type, type] = {
-    HostFloat: float, HostInt: int, torch.SymFloat: float, torch.SymInt: int, torch.SymBool: bool,
+    **{kind: kind.stands_for for kind in HOSTS}, torch.SymFloat: float, torch.SymInt: int, torch.SymBool: bool,
 }  # fmt: skip
 
 _CODE = type, ModuleType, FunctionType, BuiltinFunctionType
