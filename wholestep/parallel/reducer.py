@@ -137,18 +137,21 @@ class GradientReducer(BucketReduction):
 
     def gradient_arrived(self, index: int) -> None:
         """The autograd node that accumulates a parameter's gradient has run."""
-        if not self.backward.expected:
-            if (self.find_unused or self._learns) and not is_captured():
-                self._used[index] = 1  # accumulated here within no_sync, to be reduced by the next backward
-            return
-        if is_captured():
-            self._record(index)
-            return
-        self.backward_begun()
-        if self._overlaps and not self._learns:
-            self._arrive([index])
-        else:
+        if not self._running:
+            if not self.backward.expected:
+                if (self.find_unused or self._learns) and not is_captured():
+                    self._used[index] = 1  # accumulated here within no_sync, to be reduced by the next backward
+                return
+            if is_captured():
+                self._record(index)
+                return
+            self.backward_begun()
+        if not self._overlaps or self._learns:
             self._noted.append(index)
+        elif self.rebuilt:
+            self._count([index])
+        else:
+            self._arrive([index])
 
     def _backward_ended(self) -> None:
         """Counts what came in this backward, and ends the reduction, if that was all."""
