@@ -67,7 +67,9 @@ def wrong_sizes():
         "`output_tensor` has 4 elements, 8 are required": lambda: comm.all_gather_into_tensor(x.clone(), x),
         "`input` has 4 elements, 8 are required": lambda: comm.reduce_scatter_tensor(x.clone(), x),
         "`input_list` has 3 entries": lambda: comm.reduce_scatter(x, [x] * 3),
-        "has 3 elements, 4 are required: as many as `output`": lambda: comm.reduce_scatter(x, [x, x[1:]]),
+        "`output` has 4 elements, 3 are required": lambda: comm.reduce_scatter(
+            x, [x[1:], x[:0]] if comm.get_rank() == 0 else [x[:0], x[1:]]
+        ),
         "3 rows of `input` do not divide": lambda: comm.all_to_all_single(x.clone(), torch.ones(3)),
         "`input_split_sizes` has 3 elements, 4": lambda: comm.all_to_all_single(x.clone(), x, None, [1, 2]),
         "`input` is a scalar": lambda: comm.all_to_all_single(x.clone(), torch.tensor(1.0)),
@@ -120,10 +122,10 @@ def odd_tensors():
         comm.all_gather(outs, given)
         comm.all_gather(mixed, given)
     whole = torch.arange(5.0) + rank
-    part, uneven = torch.zeros(1 + 3 * rank), list(whole.clone().split([1, 4]))
-    with pytest.raises(ValueError, match=rf"`input_list\[{1 - rank}\]` has . elements, {1 + 3 * rank} are required"):
-        comm.reduce_scatter(part, uneven)
-    assert not part.any() and torch.equal(torch.cat(uneven), whole)
+    for op, sums in (("sum", 2 * torch.arange(5.0) + 1), ("max", torch.arange(5.0) + 1)):
+        part, uneven = torch.empty(1 + 3 * rank), list(whole.clone().split([1, 4]))
+        comm.reduce_scatter(part, uneven, op)
+        assert torch.equal(part, sums.split([1, 4])[rank]) and torch.equal(torch.cat(uneven), whole)
     averaged = torch.tensor([-7, 7]) * (1 - rank)
     comm.all_reduce(averaged, "avg")
     assert averaged.tolist() == [-3, 3]

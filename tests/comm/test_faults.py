@@ -81,12 +81,12 @@ def exchange_evenly():
     comm.all_to_all_single(torch.ones(4), torch.ones(4))
 
 
-def scatter_2_and_2():
-    comm.reduce_scatter(torch.ones(2), list(torch.ones(4).split(2)))
+def scatter_2_and_3():
+    comm.reduce_scatter(torch.ones(2), list(torch.ones(5).split([2, 3])))
 
 
-def scatter_3_and_3():
-    comm.reduce_scatter(torch.ones(3), list(torch.ones(6).split(3)))
+def scatter_3_and_2():
+    comm.reduce_scatter(torch.ones(2), list(torch.ones(5).split([3, 2])))
 
 
 MISMATCHES = [
@@ -99,7 +99,7 @@ MISMATCHES = [
     (sum_of_4, broadcast_from_0, "all_reduce", "broadcast"),
     (broadcast_from_0, broadcast_from_1, "root 0", "root 1"),
     (exchange_1_and_3, exchange_evenly, "in #17 all_to_all rank 0 sends 4 bytes", "to rank 0, which expects 8"),
-    (scatter_2_and_2, scatter_3_and_3, "float32 [2]", "float32 [3]"),
+    (scatter_2_and_3, scatter_3_and_2, "float32 [2]", "float32 [3]"),
 ]
 
 

@@ -97,10 +97,24 @@ class BackendConfig:
         return ",".join(f"{device}:{backend}" for device, backend in self.device_backend_map.items())
 
 
-# Each true where the installed torch was built with the engine.
-is_gloo_available, is_nccl_available, is_mpi_available, is_ucc_available = (
-    partial(c10d.has_engine, name) for name in _ENGINES
-)
+def is_gloo_available() -> bool:
+    """True where the installed torch was built with Gloo."""
+    return c10d.has_engine("gloo")
+
+
+def is_nccl_available() -> bool:
+    """True where the installed torch was built with NCCL."""
+    return c10d.has_engine("nccl")
+
+
+def is_mpi_available() -> bool:
+    """True where the installed torch was built with MPI."""
+    return c10d.has_engine("mpi")
+
+
+def is_ucc_available() -> bool:
+    """True where the installed torch was built with UCC."""
+    return c10d.has_engine("ucc")
 
 
 def is_shm_available() -> bool:

@@ -65,8 +65,27 @@ def reduce_scatter(
     group: Group = None,
     async_op: bool = False,
 ) -> Work | None:
-    """``output`` becomes the reduction over ranks of their ``input_list[rank]``, all of its size."""
+    """``output`` becomes the reduction over ranks of their ``input_list[rank]``, whose sizes may differ by rank."""
+    if len({one.numel() for one in checks.tensors(input_list, "input_list")}) > 1:
+        return _reduce_scatter_uneven(output, input_list, op, group, async_op)
     return issue(table.REDUCE_SCATTER, output, input_list, group, async_op, op=op)
+
+
+def _reduce_scatter_uneven(
+    output: torch.Tensor, inputs: list[torch.Tensor], op: Op, group: Group, async_op: bool
+) -> Work | None:
+    """A `reduce` to each rank, so that ranks whose sizes differ from one another's get an error."""
+    what, pg = "reduce_scatter", get_group(group)
+    if checks.outside(pg, what):
+        return None
+    checks.length(what, "input_list", inputs, pg.size())
+    checks.same_dtype(what, inputs, [output])
+    checks.elements(what, "output", output.numel(), inputs[pg.rank()].numel(), f"those of `input_list[{pg.rank()}]`")
+    own = inputs[pg.rank()].detach().clone()
+    parts = [own if rank == pg.rank() else one for rank, one in enumerate(inputs)]
+    works = [reduce(one, None, op, group, True, rank) for rank, one in enumerate(parts)]
+    done = [one for one in works if one is not None]
+    return waited(All(done, [output], lambda: output.detach().copy_(own.view_as(output))), async_op)
 
 
 @with_plan_cache(table.REDUCE_SCATTER_TENSOR)
