@@ -12,6 +12,7 @@ from typing import Any
 
 from wholestep.aot_autograd.differentiate import differentiate
 from wholestep.capture import Args, Kwargs, PartsOf, Snapshot, new_objects
+from wholestep.capture.outside.external_calls import FirstImportError
 from wholestep.errors import LeakError
 from wholestep.patches import is_suspended
 from wholestep.spmd import BufferBroadcast
@@ -82,7 +83,7 @@ def capture(
             finally:
                 _thread.tracing = False
                 world.restore()
-            if following.varying != attempt.varying:
+            if (following.varying, following.imports) != (attempt.varying, attempt.imports):
                 world = take(fn, args, kwargs, varying=following.varying)
             attempt = following
 
@@ -95,11 +96,13 @@ class _Attempt:
         varying: paths of numbers that are inputs, and of lists that are only appended to.
         shared: memories that several inputs share.
         reentrant: whether checkpoints run as written.
+        imports: how often the step was the first to import a module.
     """
 
     varying: frozenset[str]
     shared: frozenset[int] = frozenset()
     reentrant: bool = True
+    imports: int = 0
 
     def after(self, request: Exception) -> _Attempt:
         """The next attempt.
@@ -109,6 +112,8 @@ class _Attempt:
         """
         if isinstance(request, SharedMemory):
             return replace(self, shared=request.memories)
+        if isinstance(request, FirstImportError):
+            return replace(self, imports=self.imports + 1)
         if isinstance(request, ReentrantCheckpoint):
             return replace(self, reentrant=False)
         if not isinstance(request, LeakError) or request.grown <= self.varying:  # none, or none that can stay unseen

@@ -5,7 +5,7 @@ WholestepError
 │   ├── DataDependentError                Python needs a value that only exists when the step runs
 │   ├── UnsupportedError                  an operator, object or optimizer that tracing cannot follow
 │   ├── BreakError                        another rank cannot replay the step
-│   ├── LazyError                         the step has to run once before, for lazy modules and first imports
+│   ├── LazyError                         the step has to run once before, for lazy modules
 │   └── LeakError                         a traced tensor was stored where replaying cannot put it
 ├── GraphError (also AssertionError)      a graph breaks an invariant of its stage: our mistake
 ├── LoweringError (also RuntimeError)     a backend could not turn a graph into a callable
@@ -73,7 +73,7 @@ class BreakError(CaptureError):
 
 
 class LazyError(CaptureError):
-    """The step has to run once first: a parameter has no shape yet, or a module of the user's is not imported."""
+    """The step has to run once first: a parameter has no shape yet."""
 
 
 class LeakError(CaptureError):

@@ -187,7 +187,7 @@ class StepRunner:
             for tensor in self._capturer.deferred(args, kwargs):
                 fill(tensor)
         take_back()
-        if isinstance(error, LazyError):  # the call that gives lazy modules their parameters, or imports modules
+        if isinstance(error, LazyError):  # the call that gives lazy modules their parameters
             return collecting(self._fn)(*args, **kwargs)
         if self._entries.serve_seldom(len(self._entries)):  # and their guards take time
             self._entries.clear()

@@ -62,10 +62,16 @@ def test_a_first_import_is_executed_once_with_real_tensors(step, fullgraph, tmp_
     assert module.doubled.requires_grad and torch.equal(module.doubled, module.weight * 2)
 
 
-def test_what_has_to_run_once_before_is_an_error_with_a_plan():
+def test_with_a_plan_a_first_import_is_as_ever_and_what_has_to_run_once_before_an_error(tmp_path, monkeypatch):
+    (tmp_path / "imported_by_a_step.py").write_text("K = 3.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("imported_by_a_step", None)
     comm.init_process_group("null", rank=0, world_size=2)
     try:
-        mesh, model = ws.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)), torch.nn.LazyLinear(2)
+        mesh = ws.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        importing = ws.compile(by_its_name, mesh=mesh, plan=ws.DataParallel("dp"))
+        assert torch.equal(importing(torch.ones(2)), torch.full((2,), 3.0)) and importing.captures == 1
+        model = torch.nn.LazyLinear(2)
         step = ws.compile(lambda x: model(x).sum().backward(), mesh=mesh, plan=ws.DataParallel("dp"))
         with pytest.raises(LazyError, match="has no shape yet"):
             step(torch.ones(3, 4))

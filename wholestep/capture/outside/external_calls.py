@@ -4,7 +4,7 @@ A replay would repeat the first answer, and not act again. So a table says what 
 asks or acts means, and while a step is traced, in its thread, it is refused before it has done anything. What is read
 of the environment becomes a guard. What libraries log, perhaps once, is logged when the step has been captured; when it
 is not, the step's Python comes there again. Modules that a step is the first to import are executed as ever; the user's
-are in sight from the next call on, and this one runs in eager.
+are in sight when it is traced again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from wholestep import patches
 from wholestep.capture.outside.shared_generators import Draws
 from wholestep.capture.outside.torch_settings import READERS, Settings
 from wholestep.capture.snapshot.user_code import is_library, is_system, is_user_module, origin
-from wholestep.errors import CaptureError, DataDependentError, LazyError, UnsupportedError
+from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.patches import Replacement, original, suspended
 from wholestep.torch_compat import FUNCTION_MODES, dispatch_modes_off, function_modes_disabled
 
@@ -192,6 +192,10 @@ def _caller(between: str = "") -> str:
     return file
 
 
+class FirstImportError(UnsupportedError):
+    """A module of the user's comes into sight as the step imports it: it is there for the next attempt."""
+
+
 class Outside:
     """What one step asks of the world outside, and would do there.
 
@@ -287,7 +291,8 @@ class Outside:
         held = [sys.modules.get(above) for above in accumulate(name.split("."), "{}.{}".format)]
         if not self.ended and any(is_user_module(one) and one not in self.modules for one in held):
             what = f"the step imports {name}, " + ("the first to do so" if new else "of which its code has no name")
-            self.refused.append((LazyError if new else UnsupportedError)(what, remedy="import it before the step"))
+            kind = FirstImportError if new else UnsupportedError
+            self.refused.append(kind(what, remedy="import it before the step"))
             raise self.refused[-1]
         return module
 
