@@ -230,7 +230,7 @@ def is_for_plain(error: TypeError) -> bool:
 
 HostFloat: Any = _number_class("HostFloat", torch.SymFloat, float)
 HostInt: Any = _number_class("HostInt", torch.SymInt, int)
-HostFloat64: Any = _number_class("HostFloat64", torch.SymFloat, numpy.float64)  # which divides by zero
+HostFloat64: Any = _number_class("HostFloat64", torch.SymFloat, numpy.float64)  # of which 1 / 0 is infinite
 
 
 HOSTS = (HostFloat, HostInt, HostFloat64)
