@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import ipaddress
 import logging
@@ -661,6 +662,9 @@ def by_keyword(x: Tensor) -> Tensor:
 # Globals of their own: those of this file lead to the runner of tests.
 MODULE: dict[str, Any] = {"LIMIT": 2.0}
 exec("def of_table(x): return x * globals()['LIMIT']\ndef evaluated(x): return x * eval('LIMIT + 1')", MODULE)
+LAZY = types.ModuleType("lazy")
+exec("settings = {'rate': 2.0}\ndef __getattr__(name): return settings[name]", vars(LAZY))
+vars(builtins)["given_to_all"], vars(builtins)["table_of_all"] = 2.0, {"rate": 2.0}
 net, nested = nn.Sigmoid(), nn.Sequential(nn.ReLU(), nn.Sigmoid())
 counted, holder, table = Counted(1.0), Holder(), {"a": 2.0}
 read, shown = operator.methodcaller("read"), table.values()
@@ -690,6 +694,9 @@ PAST_NAMES: dict[str, tuple[Callable[[Tensor], Tensor], Any, str, Any]] = {
     "an attribute of a number": (lambda x: x * counted.doubled(), counted, "rate", 3.0),
     "a name in a caller of methods": (lambda x: x * read(holder), holder, "rate", 3.0),
     "globals()": (MODULE["of_table"], MODULE, "LIMIT", 3.0),
+    "__getattr__ of a module": (lambda x: x * LAZY.rate, LAZY.settings, "rate", 3.0),
+    "a name among Python's own": (lambda x: x * given_to_all, builtins, "given_to_all", 3.0),  # type: ignore[name-defined] # noqa: F821
+    "a table among Python's own": (lambda x: x * table_of_all["rate"], table_of_all, "rate", 3.0),  # type: ignore[name-defined] # noqa: F821
     "eval": (MODULE["evaluated"], MODULE, "LIMIT", 3.0),
     "a function reloaded in place": (lambda x: plain(x), plain, "__code__", other.__code__),
     "a view of a dict": (lambda x: x * sum(shown), table, "a", 3.0),

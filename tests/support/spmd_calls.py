@@ -186,7 +186,11 @@ def settings(plan: Any) -> dict[str, str]:
         before = copy.deepcopy(model.state_dict())
         found[name] = error(lambda step=step, model=model, opt=opt: step(model, opt, torch.randn(2, 3)))
         found[name] += "" if all(map(torch.equal, before.values(), model.state_dict().values())) else " BUT CHANGED"
-    return found
+    rate = torch.tensor(0.1)
+    model, opt, step = setup(lambda m: torch.optim.Adam(m.parameters(), lr=rate, foreach=False), plan, fullgraph=False)
+    step(model, opt, torch.randn(2, 3))
+    rate.add_(rank)
+    return found | {"later": error(lambda: step(model, opt, torch.randn(2, 3)))}
 
 
 def everything() -> dict[str, Any]:

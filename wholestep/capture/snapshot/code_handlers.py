@@ -6,6 +6,7 @@ that a guard could see, save through objects that are walked anyway.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import sys
 import types
@@ -83,15 +84,25 @@ def walk_function(
         names = global_names(function.__code__)
         if not named(function.__code__).isdisjoint(("globals", "f_globals", "eval", "exec")):
             names = (*names, *(name for name in function.__globals__ if not name.startswith("__")))
-        table = id(function.__globals__)
-        fresh = tuple(name for name in names if (table, name) not in found.used_globals)
-        found.used_globals.update((table, name) for name in fresh)
-        if fresh:
-            of_module = sources.Globals(source, function.__module__ or "")
-            found.add(UsedGlobals(function.__globals__, fresh), of_module, kinds.GLOBALS)
+        own = function.__globals__
+        given = [name for name in names if name not in own and _is_given(name)]
+        for table, named_there, place in (
+            (own, names, sources.Globals(source, function.__module__ or "")),
+            (vars(builtins), given, sources.Vars(sources.module("builtins"))),
+        ):
+            fresh = tuple(name for name in named_there if (id(table), name) not in found.used_globals)
+            found.used_globals.update((id(table), name) for name in fresh)
+            if fresh:
+                found.add(UsedGlobals(table, fresh), place, kinds.GLOBALS)
         _modules(found, function, source, is_walked)
     else:
         found.names_read.names.add(function.__name__)
+
+
+def _is_given(name: str) -> bool:
+    """Whether somebody has put a value by this name among Python's own."""
+    value = original(builtins, name) if hasattr(builtins, name) else len
+    return type(value) is not types.BuiltinFunctionType and getattr(value, "__module__", None) != "builtins"
 
 
 def _modules(

@@ -111,7 +111,7 @@ class NamesRead:
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
-        self.names: set[str] = {"forward", *names}
+        self.names: set[str] = {"forward", "__getattr__", *names}  # of modules, too
         self._methods: list[tuple[str, types.CodeType]] = []
 
     def add(self, function: Any, method: str = "") -> None:

@@ -116,7 +116,7 @@ def is_user_module(module: object) -> bool:
     if not isinstance(module, ModuleType):
         return False
     name = module.__name__
-    return bool(getattr(module, "__file__", None) or name not in sys.modules) and _is_user_module(name)
+    return bool(vars(module).get("__file__") or name not in sys.modules) and _is_user_module(name)
 
 
 def is_installed(kind: type) -> bool:

@@ -65,7 +65,9 @@ class Contract:
 
     def checksum(self, values: Sequence[Any]) -> int:
         """Of a call's numbers."""
-        return zlib.crc32(repr([values[index] for index, _ in self.numbers]).encode()) if self.numbers else 0
+        numbers = [values[index] for index, _ in self.numbers]
+        numbers = [number.tolist() if isinstance(number, torch.Tensor) else number for number in numbers]
+        return zlib.crc32(repr(numbers).encode()) if numbers else 0
 
     @cached_property
     def is_local(self) -> bool:

@@ -29,6 +29,8 @@ from wholestep.spmd.schedule.overlap import start_early, wait_for_decisions, wai
 from wholestep.tensor_parts import Part
 from wholestep.torch_compat import FakeTensor
 
+CPU = torch.device("cpu")
+
 
 class PlanExecutor:
     """A mesh and its plans, for one compiled step.
@@ -171,10 +173,12 @@ class PlanExecutor:
         if not self.groups:
             return Contract(())
         preflight, plans = self.preflight, ", ".join(map(_in_words, self._plans))
-        numbers = [(index, item) for index, item in enumerate(inputs) if item.kind == "number"]
+        numbers = [(index, item) for index, item in enumerate(inputs)
+                   if is_setting(item) or (item.kind == "number" and self.decides_together)]  # fmt: skip
+        numbers = [(index, item) for index, item in numbers if getattr(tensors[index], "device", CPU) == CPU]
         contract = replace(
             contract_of(step(), inputs, tensors, preflight.axes, plans, whole, self.view is not None),
-            numbers=tuple([n for n in numbers if self.decides_together or is_setting(n[1])]),
+            numbers=tuple(numbers),
         )
         new = self._unsynchronized(inputs, tensors, parts)
         known = contract in preflight.agreed or (contract.is_local and preflight.agreed)  # nothing that others share
