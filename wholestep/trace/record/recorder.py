@@ -42,6 +42,7 @@ from wholestep.trace.record.caught_errors import index_ranges, is_caught, refuse
 from wholestep.trace.record.graph_builder import GraphBuilder
 from wholestep.trace.record.inputs import Inputs
 from wholestep.trace.record.provenance import Provenance
+from wholestep.trace.record.zero_tensors import ZeroTensors
 
 aten = torch.ops.aten
 
@@ -62,6 +63,7 @@ class Recorder(TorchDispatchMode):
         inputs: the tensors, numbers and generators that the step reads.
         numbers: host numbers, and the decisions that Python takes on them.
         hooks_before: how many hooks this process had registered when it began.
+        zeros: tangents that are not there.
         views, mutations, storages: what functionalisation makes of views, writes and resized storages.
         hooked: the autograd nodes of tensors of the step that were, or may have been, given hooks.
     """
@@ -78,6 +80,7 @@ class Recorder(TorchDispatchMode):
         self.numbers = RecordedNumbers(self.inputs, decides, outcomes)
         self.storages = StorageSizes(self.inputs)
         self.views, self.mutations = Views(self.inputs, self.storages), Mutations(self.inputs)
+        self.zeros = ZeroTensors()
         self.hooks_before = RemovableHandle.next_id
         self.hooked: list[Any] = []
         provenance.mode = self
@@ -100,7 +103,12 @@ class Recorder(TorchDispatchMode):
         if torch.is_inference_mode_enabled() and has_native_kernel(func, "CompositeImplicitAutograd"):
             with self:  # below autograd, as without gradients: what it calls may write, unsaid (batch_norm)
                 return func.decompose(*args, **kwargs)
-        func, args = MATERIALIZED.get(func, func), self._values_alone(func, args)
+        if func is aten._efficientzerotensor.default:
+            return self.zeros.add(self.__torch_dispatch__(aten.zeros.default, types, args, kwargs))
+        if self.zeros.concern(func, args):
+            with self:
+                return self.zeros.result(func, args, kwargs)
+        args = self._values_alone(func, args)
         try:
             args, kwargs = self._with_plain_numbers(func, args, kwargs)
             if func.namespace in COLLECTIVE_NAMESPACES and tables.is_wait(func):
@@ -262,9 +270,6 @@ def _translated(func: Any, error: Exception, kind: str) -> CaptureError:
 
 OPAQUE = object()  # what no fake tensor stands for
 
-# Zeros without memory, which autograd makes for gradients that are not there; C++ asks fakes what they are made of.
-MATERIALIZED = {aten._efficientzerotensor.default: aten.zeros.default}
-
 # Ranges that torch.optim marks for a profiler, and questions about a tensor's device: no part of the step.
 UNRECORDED = ("profiler", "prim")
 
@@ -280,6 +285,7 @@ RANGES = {aten.arange, aten.range}
 
 # Operators whose result's shape depends on the data of other operands than the first.
 SHAPE_ALONE = {aten.index.Tensor, aten.masked_select.default}
+
 
 def _lift_fresh(recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, FakeTensor):
@@ -307,12 +313,12 @@ SPECIAL: dict[Any, Callable[..., Any]] = {
     # no views to autograd, which they are in memory
     aten.unsafe_split.Tensor: _split,
     aten.split.Tensor: _split,
-    aten.unsafe_split_with_sizes.default:
-        lambda recorder, *args: recorder.views.record(aten.split_with_sizes.default, args, {}),
+    aten.unsafe_split_with_sizes.default: lambda recorder, *args: recorder.views.record(
+        aten.split_with_sizes.default, args, {}
+    ),
     aten._conj.default: _conj,
     aten._local_scalar_dense.default: lambda recorder, tensor: recorder.numbers.item(tensor),
     aten.item.default: lambda recorder, tensor: recorder.numbers.item(tensor),
     aten.lift_fresh.default: _lift_fresh,
     aten.lift.default: _lift_fresh,
 }
-

@@ -1,0 +1,29 @@
+"""Forward-mode derivatives: tangents that are not there are eager's zeros without memory, in products and sums."""
+
+import pytest
+import torch
+from torch.func import hessian, jvp, vmap
+
+import wholestep as ws
+
+C = torch.tensor([2.0, -3.0, 0.5])
+X, T = torch.tensor([float("inf"), -1.0, 2.0]), torch.tensor([1.0, -0.0, 2.0])
+
+CASES = {
+    "products": lambda x, t: jvp(lambda v: v * C, (x,), (t,)),  # nothing times infinity is nothing
+    "quotients": lambda x, t: jvp(lambda v: v / C, (x,), (t,)),
+    "sums": lambda x, t: jvp(lambda v: torch.sub(C, v, alpha=3) + torch.add(C.double(), v, alpha=0.5), (x,), (t,)),
+    "cross": lambda x, t: jvp(lambda v: torch.linalg.cross(v, C), (x,), (t,)),
+    "batched": lambda x, t: vmap(lambda a, b: jvp(lambda v: v * C[:1] - v.cos() / C[0], (a,), (b,)))(
+        x[:, None], t[:, None]
+    ),
+    "signs of zeros": lambda x, t: hessian(lambda v: (v**3).sum())(t - 2),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_derivatives_are_eagers(case: str) -> None:
+    expected, found = CASES[case](X, T), ws.compile(CASES[case], fullgraph=True)(X, T)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    last = [result[-1] if isinstance(result, tuple) else result for result in (expected, found)]
+    assert torch.equal(*map(torch.signbit, last))
