@@ -17,6 +17,7 @@ from torch.onnx.operators import shape_as_tensor
 import wholestep as ws
 from tests.co_run.test_steps import co_run
 from wholestep import comm
+from wholestep.co_run.reads import ExtensionWatch
 from wholestep.errors import CaptureError
 from wholestep.testing import run_ranks
 from wholestep.trace.patches.engine_hook import handled
@@ -25,6 +26,7 @@ from wholestep.trace.patches.engine_hook import handled
 @pytest.fixture
 def deferring(monkeypatch):
     monkeypatch.setattr("wholestep.co_run.step.TIMED", 10**9)
+    monkeypatch.setattr("wholestep.co_run.step.MANY", 10**9)
 
 
 def regression():
@@ -270,6 +272,41 @@ def test_the_faster_way_is_taken():
     for _ in range(16):
         step(model, opt, x, log)
     assert step.eager  # a few operators on a few numbers
+
+
+def test_many_small_operators_are_not_compiled():
+    def step(x):
+        for _ in range(60):
+            x = (x * 0.5).sin()
+        return x.sum().item()
+
+    served, x = co_run(step), torch.ones(2)
+    for _ in range(4):
+        assert served(x) == step(x)
+    assert served.eager and not served.segments  # eager took less than deferring alone
+
+
+def test_the_package_s_own_work_is_not_watched(deferring, monkeypatch):
+    seen, events = ExtensionWatch._seen, []
+    monkeypatch.setattr(ExtensionWatch, "_seen", lambda self, *event: (events.append(event[1]), seen(self, *event))[1])
+
+    def in_one_call(layers):
+        model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)])
+        opt = torch.optim.AdamW(model.parameters())
+
+        def step(x):
+            loss = model(x).square().mean()
+            loss.backward()
+            opt.step()
+            return loss.item()  # runs what was deferred
+
+        served = co_run(step)
+        for _ in range(6):
+            events.clear()
+            served(torch.ones(2, 4))
+        return len(events)
+
+    assert in_one_call(12) == in_one_call(2) > 0
 
 
 def _ranks_reduce():

@@ -44,6 +44,7 @@ def _deferred(owner: Any, name: str, function: Any) -> Any:
 
 def _defer(update: Update, function: Any, *args: Any, **kwargs: Any) -> None:
     queue: Queue = current.queue
+    queue.watch.end()  # such a function calls torch alone
     tensors = list(tensors_of((args, kwargs)))
     if torch.is_grad_enabled() or not queue.defers(tensors) or _share_memory(tensors):
         return function(*args, **kwargs)

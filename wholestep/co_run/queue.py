@@ -180,6 +180,7 @@ class Queue(UnwrappedDispatchMode):
             return self._begin()
         finally:
             self._paused = False
+            self.watch.begin()
         self._node = self._signatures.add(before, key, results)
 
     @staticmethod
@@ -303,10 +304,10 @@ class Queue(UnwrappedDispatchMode):
 
     def _at_once(self, facts: Facts, args: Any, kwargs: Any) -> Any:
         self._slots.met()
-        if facts.tells:
-            self.watch.begin()  # what is read may decide
         if not facts.only_reads or self._undeferred or self._touches(args):
             self.flush()
+        if facts.tells:
+            self.watch.begin()  # what is read may decide
         if self._ranks is not None:
             self._ranks.read(tensors_of((args, kwargs)), writes=bool(facts.written))
         inside = facts.cast_inside or facts.differentiated_inside

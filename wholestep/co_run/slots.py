@@ -16,6 +16,7 @@ from wholestep.torch_compat import is_zero_tensor, storage_id
 
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _STRIDED = torch.strided
+_AS_IT_IS = frozenset((int, type(None), torch.dtype, torch.device))
 
 
 class Opaque(Exception):  # noqa: N818 - a signal, not an error
@@ -91,18 +92,20 @@ class Slots:
         del self.numbers[numbers:], self.tensors[externals:], self.externals[externals:]
 
     def _part(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _AS_IT_IS:
+            return value
         if isinstance(value, torch.Tensor):
             return self.of_tensor(value)
-        kind = type(value)
+        if kind is list or kind is tuple:
+            return tuple([self._part(item) for item in value])
+        if kind is bool:
+            return TRUE if value else FALSE
         if isinstance(value, float):  # NumPy's, too
             if not self.any_float:
                 return Exactly(float(value).hex())
             self.numbers.append(float(value))
             return FLOAT
-        if kind is bool:
-            return TRUE if value else FALSE
-        if kind is list or kind is tuple:
-            return tuple([self._part(item) for item in value])
         if kind is torch.Size:
             return tuple(value)
         if kind is At:

@@ -19,7 +19,7 @@ from wholestep.co_run.ranks import Ranks
 from wholestep.co_run.reads import ExposedMemory, current, flushing
 from wholestep.co_run.segment import Segment, SegmentProgram, same
 from wholestep.errors import CaptureError, DistError, PlanError
-from wholestep.patches import Patches, Replacement
+from wholestep.patches import Patches, Replacement, suspended
 from wholestep.pipeline import Options
 from wholestep.runtime import Program
 from wholestep.torch_compat import below_autograd, nested_compiles
@@ -30,6 +30,9 @@ MAX_PROGRAMS = 64
 # Calls timed in each way before the faster one is taken: those of known operators and programs, until there were
 # that many calls without.
 TIMED, LEARNING = 4, 8
+# From so many operators on, which take 0.3 s to compile, one call is timed before they are: where it takes less than
+# half of what deferring alone does, no program can win, also if the call was of a smaller batch.
+MANY = 100
 
 
 def is_deferring() -> bool:
@@ -71,31 +74,37 @@ class CoRun:
         self.eager = ""
         self._calls = 0
         self._times: dict[bool, list[float]] = {False: [], True: []}  # of deferred calls, and of eager ones
+        self._interpreted, self._kernels = 0, 0.0  # operators that the call ran one by one, and seconds in these
+        self._deferring = 0.0  # seconds of the last call without kernels, where the next is to show what eager takes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One call of the step: all that it does has happened when it returns or raises."""
         if self.eager:
             return self._fn(*args, **kwargs)
         deferred, plain = self._times[False], self._times[True]
-        if self._ranks is None and len(deferred) >= TIMED and len(plain) < TIMED:
+        if self._ranks is None and (len(deferred) >= TIMED > len(plain) or self._deferring):
             begin = time.perf_counter()
             result = self._fn(*args, **kwargs)
             plain.append(time.perf_counter() - begin)
-            if len(plain) == TIMED and min(plain) < min(deferred):
+            if 2 * plain[-1] < self._deferring or len(plain) == TIMED and min(plain) < min(deferred):
                 self.eager = "that was faster than deferring its operators"
+            self._deferring = 0.0
             return result
         if self._exposed is None:
             self._exposed = ExposedMemory(self._step, args, kwargs)
         queue = Queue(self._signatures, self._serve, self._ranks, self._exposed)
         self.served.clear()
+        self._interpreted, self._kernels = 0, 0.0
         programs, begin = len(self.segments), time.perf_counter()
         try:
             return self._deferred(queue, args, kwargs)
         finally:
             self._calls += 1
-            known = queue.known and programs == len(self.segments)
+            known, took = queue.known and programs == len(self.segments), time.perf_counter() - begin
             if len(deferred) < TIMED and (known or self._calls > LEARNING):
-                deferred.append(time.perf_counter() - begin)
+                deferred.append(took)
+            if known and not plain and self._interpreted >= MANY and took > 2 * self._kernels:
+                self._deferring = took - self._kernels
 
     def __repr__(self) -> str:
         return f"its Python runs at each call, {'in eager' if self.eager else f'segments: {len(self.segments)}'}"
@@ -161,10 +170,14 @@ class CoRun:
         if program is not None:
             self.served.append((program.number, program.program))
         if program is None:
+            begin = time.perf_counter()
             with below_autograd():  # which counted the writes when they were deferred
                 segment.run(tensors, numbers)
+            self._kernels += time.perf_counter() - begin
+            self._interpreted += len(segment.calls)
         elif self._ranks is None:
-            program(tensors, numbers)
+            with suspended():  # of memory that is written, nobody need be asked
+                program(tensors, numbers)
         else:
             self._ranks.run(program, tensors, numbers)
 
