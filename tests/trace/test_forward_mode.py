@@ -17,6 +17,10 @@ CASES = {
     "batched": lambda x, t: vmap(lambda a, b: jvp(lambda v: v * C[:1] - v.cos() / C[0], (a,), (b,)))(
         x[:, None], t[:, None]
     ),
+    "nested": lambda x, t: jvp(lambda v: jvp(lambda u: u * C * u, (v,), (t,))[1], (x,), (t,)),  # becomes zeros there
+    "nested, of one element": lambda x, t: jvp(
+        lambda v: jvp(lambda u: u * C[0] * u, (v,), (t[0],))[1], (x[0],), (t[0],)
+    ),
     "signs of zeros": lambda x, t: hessian(lambda v: (v**3).sum())(t - 2),
 }
 

@@ -29,14 +29,17 @@ class ZeroTensors:
 
     def concern(self, func: Any, args: tuple[Any, ...]) -> bool:
         """Whether a rule of theirs says what ``func`` gives."""
-        if not self._held or func not in _PRODUCTS and func not in _SUMS:
+        if not self._held or (func not in _PRODUCTS and func not in _SUMS and func is not _SAME_STORAGE):
             return False
         left, right = map(self._holds, args[:2])
         return left and not right if func is aten.div.Tensor else left or right
 
-    def result(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> torch.Tensor:
+    def result(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> torch.Tensor | bool:
         """What ``func`` gives by their rules. To be called with the recorder active."""
         one, two = args[:2]
+        if func is _SAME_STORAGE:  # as the tangent of a tensor they become ordinary zeros, if it has several elements
+            count, other = (1 if self._holds(a) else a.untyped_storage().nbytes() // a.element_size() for a in args)
+            return count == other
         shape = torch.broadcast_shapes(one.shape, two.shape) if isinstance(two, torch.Tensor) else one.shape
         dtype, left = torch.result_type(one, two), self._holds(one)
         if func in _PRODUCTS or (left and self._holds(two)):
@@ -51,4 +54,5 @@ class ZeroTensors:
 
 
 _PRODUCTS = {aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.linalg_cross.default}
+_SAME_STORAGE = aten._has_same_storage_numel.default
 _SUMS = {aten.add.Tensor: 1, aten.sub.Tensor: -1}  # with the sign of the second summand
