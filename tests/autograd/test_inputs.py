@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -209,10 +210,43 @@ def without_grad(c: Compile) -> list[Any]:
     return [*out, h, h.requires_grad, out[1].requires_grad, p.grad]
 
 
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # of zeros, where it is given none
+        return g * 2
+
+
+def apart(c: Compile) -> list[Any]:
+    """Results that have no input in common: a backward of one leads to nothing behind the other, and frees nothing."""
+    towers, p, q, log = nn.ModuleList([seeded(nn.Linear(3, 3)), seeded(nn.Linear(3, 3))]), leaf(), leaf(), []
+    x, y = p * 2, Twice.apply(q)
+    y.register_hook(lambda g: log.append(float(g.sum())))
+    one, other, both = c(lambda x, y: (towers[0](x).tanh(), towers[1](y).tanh(), towers[1](y + 1).exp()))(x, y)
+    one.sum().backward()
+    seen = [q.grad, *log, p.grad.clone()]  # type: ignore[union-attr]
+    other.sum().backward(retain_graph=True)
+    both.sum().backward()
+    return [one, other, *seen, *log, *gradients(towers, p, q)]
+
+
+def freed_beside(c: Compile) -> list[Any]:
+    """An adversary looks at a batch whose graph is not kept: of its results, one does not depend on that."""
+    p, q = leaf(), leaf()
+    x, y = p.exp(), q.exp()
+    y.sum().backward()
+    real, _ = c(lambda x, y: (x.sin(), y.cos()))(x, y)
+    real.sum().backward()
+    return [p.grad, q.grad]
+
+
 @pytest.mark.parametrize("program", [
-    called_on_its_result, recurrent, tied, with_what_it_is_made_of, made_of_one_another, in_closures, written, views,
-    hooks_outside, hooks_on_views, hooks_of_leaves_not_reached, retained, detached_in_place, differentiated_inside,
-    leaf_that_is_a_view, without_grad,
+    apart, freed_beside, called_on_its_result, recurrent, tied, with_what_it_is_made_of, made_of_one_another,
+    in_closures, written, views, hooks_outside, hooks_on_views, hooks_of_leaves_not_reached, retained,
+    detached_in_place, differentiated_inside, leaf_that_is_a_view, without_grad,
 ])  # fmt: skip
 def test_inputs_whose_history_leads_to_other_inputs(program: Callable[[Compile], list[Any]]) -> None:
     expected = program(lambda fn: fn)
@@ -220,6 +254,16 @@ def test_inputs_whose_history_leads_to_other_inputs(program: Callable[[Compile],
     assert len(found) == len(expected)
     for one, two in zip(found, expected, strict=True):
         assert torch.equal(one, two) if isinstance(one, Tensor) else one == two
+
+
+def test_histories_apart_die_with_their_results() -> None:
+    f = ws.compile(lambda x, y: (x.sin().cos(), y.exp(), x.exp()), fullgraph=True)
+    for _ in range(3):
+        x, y = leaf(), leaf()
+        results = [x, y, *f(x, y)]
+        seen = [weakref.ref(t) for t in results]
+        del x, y, results[:]
+        assert [ref() for ref in seen] == [None] * 5
 
 
 def backward(h: Tensor, p: Tensor) -> None:

@@ -79,7 +79,9 @@ def test_a_step_may_say_what_its_schedule_has_set(schedule: str) -> None:
             opt.zero_grad()  # noqa: B023
             scheduler.step(*((loss.item(),) if by_loss else ()))  # noqa: B023
             rates.append(opt.param_groups[0]["lr"])  # noqa: B023
-            return {"rates": scheduler.get_last_lr(), "epoch": getattr(scheduler, "last_epoch", 0)}  # noqa: B023
+            set_last = scheduler.get_last_lr()  # noqa: B023
+            kinds = isinstance(set_last, list), type(set_last[0]), isinstance(opt.param_groups[0]["lr"], float)  # noqa: B023
+            return {"rates": set_last, "part": set_last[:1], "epoch": getattr(scheduler, "last_epoch", 0), "of": kinds}  # noqa: B023
 
         step = ws.compile(train, fullgraph=True) if compiled else train
         results = [repr(step()) for _ in range(8)]
@@ -92,6 +94,7 @@ def test_a_step_may_say_what_its_schedule_has_set(schedule: str) -> None:
 @pytest.mark.parametrize("read", [
     lambda scheduler, x: x * scheduler.get_last_lr()[0], lambda scheduler, x: x if scheduler.last_epoch > 2 else -x,
     lambda scheduler, x: f"{scheduler.get_last_lr()[0]:.3f}", lambda scheduler, x: scheduler.state_dict(),
+    lambda scheduler, x: str(scheduler.get_last_lr()), lambda scheduler, x: scheduler.get_last_lr().copy(),
 ])  # fmt: skip
 def test_nothing_is_computed_of_what_a_schedule_sets_when_the_step_ends(read: Any) -> None:
     model = nn.Linear(2, 2)
@@ -107,6 +110,29 @@ def test_nothing_is_computed_of_what_a_schedule_sets_when_the_step_ends(read: An
     with pytest.raises(UnsupportedError, match=r"read after scheduler.step\(\)"):
         step(torch.ones(2))
     assert scheduler.state_dict() == before and opt.param_groups[0]["lr"] == 0.1
+
+
+class Counting(lr_scheduler.ExponentialLR):
+    def step(self, *given: Any) -> None:
+        super().step(*given)
+        self.calls = getattr(self, "calls", 0) + 1
+
+
+def test_a_schedule_made_in_the_step_moves_by_its_own_method_and_its_bases() -> None:
+    said = []
+    for compiled in (False, True):
+        rates = [torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1) for _ in range(2)]
+        base = lr_scheduler.ExponentialLR(rates[0], 0.5)
+
+        def step(x: torch.Tensor) -> Any:
+            own = Counting(rates[1], 0.5)  # noqa: B023
+            own.step()
+            base.step()  # noqa: B023
+            return x * own.calls, own.last_epoch
+
+        run = ws.compile(step, fullgraph=True) if compiled else step
+        said.append([repr((run(torch.ones(2)), [o.param_groups[0]["lr"] for o in rates])) for _ in range(3)])
+    assert said[0] == said[1]
 
 
 def test_what_a_step_sets_before_and_after_its_schedules_move_is_set_in_that_order() -> None:

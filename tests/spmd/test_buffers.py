@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import tests.support.spmd_buffers as programs
 import wholestep as ws
+from tests.support.spmd_programs import mesh
 from wholestep import comm
 from wholestep.testing import run_ranks
 
@@ -34,6 +36,37 @@ def test_broadcast_buffers_false_leaves_them_each_ranks_own(found):
 
 def test_explain_shows_what_buffers_send(found):
     assert "broadcast" in found[0]["explain"]
+
+
+class Overlapping(nn.Module):
+    """Has buffers of which one is a part of another."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        memory = torch.full((2000, 500), value)
+        self.register_buffer("row", memory[0])
+        self.register_buffer("whole", memory)
+
+    def forward(self, x):
+        self.whole[1].add_(1.0)
+        self.row.mul_(2.0)
+        return self.layer(x) * self.whole.sum(0).sum()
+
+
+def _overlapping() -> list[float]:
+    model = Overlapping(comm.get_rank() + 1.0)
+
+    def step(x):
+        model(x).sum().backward()
+        return model.whole.sum(), model.row.sum()
+
+    compiled = ws.compile(step, mesh=mesh(), plan=ws.DataParallel("dp"), fullgraph=True)
+    return [float(v) for _ in range(2) for v in compiled(torch.ones(1, 1))]
+
+
+def test_buffers_that_share_memory_are_the_firsts():
+    assert run_ranks(_overlapping, 2, "gloo") == [[1e6 + 1000, 1000.0, 1e6 + 2500, 2000.0]] * 2
 
 
 def _transposed() -> list[torch.Tensor]:

@@ -34,11 +34,13 @@ class Ran:
         outputs: what autograd is to see as results.
         saved: the values to save, in the order in which the backward takes them.
         late: the inputs that the backward writes.
+        part: what of the plan's results and inputs the node is for, by position; None: all.
     """
 
     outputs: tuple[torch.Tensor, ...]
     saved: Sequence[Any]
     late: Sequence[torch.Tensor]
+    part: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +49,8 @@ class Plan:
 
     Attributes:
         reads_all: whether the backward reads the gradients of all results.
+        parts: results that have no input in common, and the inputs of each: nodes of their own, as a backward of some
+            leads to nothing behind the others. Empty where one node is for all.
         apart: positions among the saved values of host numbers, and of inputs that the backward writes.
         guard_identity: a captured backward serves nodes of this very plan.
     """
@@ -56,6 +60,7 @@ class Plan:
     backward: Backward
     apart: frozenset[int]
     reads_all: bool
+    parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
 
 
 def plan_of(traced: Traced, program: Program) -> Plan | None:
@@ -74,7 +79,19 @@ def plan_of(traced: Traced, program: Program) -> Plan | None:
         if place in late or not isinstance(info(node).value, torch.Tensor)
     )
     reads_all = program.backward.halves.tangents == list(range(len(traced.derivative.outputs)))
-    return Plan(traced.derivative, program.backward, apart, reads_all)
+    return Plan(traced.derivative, program.backward, apart, reads_all, _parts(traced.derivative))
+
+
+def _parts(derivative: Derivative) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+    if derivative.rewritten or derivative.late or derivative.between:
+        return ()
+    parts: list[tuple[frozenset[int], frozenset[int]]] = []
+    for place, reached in enumerate(derivative.reaches):
+        joined = [part for part in parts if not part[1].isdisjoint(reached)]
+        parts = [part for part in parts if part not in joined]
+        results, inputs = zip((frozenset([place]), reached), *joined, strict=True)
+        parts.append((frozenset().union(*results), frozenset().union(*inputs)))
+    return tuple((tuple(sorted(results)), tuple(sorted(ins))) for results, ins in parts) if len(parts) > 1 else ()
 
 
 @skipped_by_dynamo  # whose frames C++ calls in a backward() inside of what torch.compile gave
@@ -84,14 +101,15 @@ class CompiledFunction(torch.autograd.Function):
     Each node has, as attributes of its ``ctx``: ``plan`` (whose ``backward.halves`` are the graphs), ``numbers`` (the
     host numbers among the saved values, by position), ``saved_tensors`` (the others, in order) and ``late`` (the
     inputs that hooks write in the backward; hooks read what is there when it runs, so ``numbers`` holds them too);
-    ``wholestep_between``, where there is something, for `refuse_hooks`.
+    ``part``, where there is a node for each of several parts; ``wholestep_between``, where there is something, for
+    `refuse_hooks`.
     """
 
     @staticmethod
     def forward(ctx: Any, plan: Plan, ran: Ran, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         saved, apart = ran.saved, plan.apart
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.late = plan, ran.late
+        ctx.plan, ctx.late, ctx.part = plan, ran.late, ran.part
         ctx.numbers = {i: saved[i] for i in apart} if apart else {}
         ctx.save_for_backward(*[v for i, v in enumerate(saved) if i not in apart] if apart else saved)
         return ran.outputs
@@ -100,6 +118,9 @@ class CompiledFunction(torch.autograd.Function):
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         plan: Plan = ctx.plan
         backward, derivative = plan.backward, plan.derivative
+        if ctx.part is not None:
+            given = dict(zip(ctx.part[0], tangents, strict=True))
+            tangents = tuple(map(given.get, range(len(derivative.outputs))))
         if derivative.between:
             refuse_hooks(ctx.wholestep_between, tangents)
         read: Sequence[Any] = tangents if plan.reads_all else [tangents[i] for i in backward.halves.tangents]
@@ -137,9 +158,21 @@ class CompiledFunction(torch.autograd.Function):
             return (None, None, *gradients)
         present = [i for i, t in enumerate(tangents) if t is not None]
         reached = frozenset().union(*(derivative.reaches[i] for i in present))
-        if len(reached) < len(gradients):
-            quiet(ctx, [i for i in range(len(gradients)) if i not in reached])
-        return (None, None, *(g if i in reached else None for i, g in enumerate(gradients)))
+        order = range(len(gradients)) if ctx.part is None else ctx.part[1]
+        if unreached := [place for place, i in enumerate(order) if i not in reached]:
+            quiet(ctx, unreached)
+        return (None, None, *(gradients[i] if i in reached else None for i in order))
+
+    @classmethod
+    def of(cls, plan: Plan, ran: Ran, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What autograd sees as results, with the history that the inputs give them."""
+        found: dict[int, torch.Tensor] = {}
+        for part in plan.parts:
+            others = {id(t) for k, t in enumerate(ran.outputs) if k not in part[0]}  # no node keeps another alive
+            saved = [value.detach() if id(value) in others else value for value in ran.saved]
+            node = Ran(tuple([ran.outputs[k] for k in part[0]]), saved, (), part)
+            found |= zip(part[0], cls.apply(plan, node, *[inputs[i] for i in part[1]]), strict=True)
+        return [found[k] for k in range(len(found))] if found else cls.apply(plan, ran, *inputs)  # type: ignore[no-any-return]
 
     @classmethod
     def apply(cls, *args: Any) -> Any:
@@ -171,6 +204,7 @@ def all_saved(ctx: Any) -> list[Any]:
         saved = ctx.saved_tensors
     except RuntimeError as error:
         names = ctx.plan.derivative.names
+        names = names if ctx.part is None else [names[k] for k in ctx.part[0]]
         raise RuntimeError(_OWN_NAME.sub(lambda found: _as_eager(names[int(found[1])], found[2]), str(error))) from None
     if not numbers:
         return list(saved)

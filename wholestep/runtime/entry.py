@@ -263,7 +263,7 @@ class Entry:
         slots = {k: remade(traced.aliases[k], outputs, values, {}, self.handle) for k in derivative.made}
         ran = Ran(bare, saved, [values[i] for i in derivative.late] if derivative.late else ())
         with nullcontext() if torch.is_grad_enabled() else torch.enable_grad():
-            results = CompiledFunction.apply(plan, ran, *[values[i] for i in derivative.inputs], *slots.values())
+            results = CompiledFunction.of(plan, ran, [*[values[i] for i in derivative.inputs], *slots.values()])
             for index, _, k in derivative.rewritten:
                 values[index].copy_(results[k])
         for slot, tensor in zip(derivative.outputs, results, strict=True):

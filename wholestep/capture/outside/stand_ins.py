@@ -156,14 +156,18 @@ class Pending:
         self.source, self.call, self.refused = source, call, refused
         self.original: Any = before.original if isinstance(before, Pending) else before
 
-    def __repr__(self) -> str:
-        return f"<{self.source}, set by a scheduler>"
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or not hasattr(self.original, name):
+            raise AttributeError(name)
+        return _compute(self)
 
     def __len__(self) -> int:
         return len(self._several())
 
-    def __getitem__(self, index: int) -> Pending:
+    def __getitem__(self, index: Any) -> Any:
         several = self._several()
+        if isinstance(index, slice):
+            return type(several)([self[i] for i in range(len(several))[index]])  # type: ignore[call-arg]
         return Pending(Item(self.source, range(len(several))[index]), several[index], self.call, self.refused)
 
     def _several(self) -> Sequence[Any]:
@@ -173,7 +177,7 @@ class Pending:
 _compute = refusing(UnsupportedError, "{} was read after scheduler.step() in the same step",
                     "call scheduler.step() last, or after the compiled step")  # fmt: skip
 for _name in ("add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow neg pos abs float int bool index "
-              "eq ne lt le gt ge round trunc format hash array").split():
+              "eq ne lt le gt ge round trunc format hash array str repr").split():
     setattr(Pending, f"__{_name}__", _compute)
 
 

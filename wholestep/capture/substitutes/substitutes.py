@@ -97,7 +97,7 @@ class Substitutes:
         found, thread = self._reachable, threading.get_ident()
         replacements = [*found.outside.replacements(found.names_read.settle())]
         for kind in {type(scheduler) for scheduler, _ in found.schedulers}:
-            replacements += [(kind, "step", lambda *given, **named: self._step(*given, **named)),
+            replacements += [(kind, "step", lambda *given, kind=kind, **named: self._step(kind, *given, **named)),
                              (kind, "state_dict", lambda scheduler: self._state_dict(scheduler))]
         before = [vars(owner).get(name) for owner, name, _ in replacements]
         self._patches.put(replacements, lambda: threading.get_ident() == thread)
@@ -175,12 +175,12 @@ class Substitutes:
                     vars(module)["training"] = new.training
         self.match_training()
 
-    def _step(self, scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
-        """A scheduler's step is called, and noted: until it really is, nobody may read what it sets."""
+    def _step(self, kind: type[LRScheduler], scheduler: LRScheduler, *args: Any, **kwargs: Any) -> None:
+        """A class' own step of a scheduler is called, and noted: until it really is, nobody may read what it sets."""
         found, refused = self._reachable, self._reachable.outside.refused
         place = next((source for one, source in found.schedulers if one is scheduler), None)
         if place is None:  # the step has made it
-            return original(type(scheduler), "step")(scheduler, *args, **kwargs)  # type: ignore[no-any-return]
+            return original(kind, "step")(scheduler, *args, **kwargs)  # type: ignore[no-any-return]
         if kwargs or any(type(a) not in (int, float) for a in args):
             what = f"{place}.step was given a value that is only known when the step runs"
             raise UnsupportedError(what, "return the value, and call scheduler.step(value) after the compiled step")

@@ -137,8 +137,16 @@ class Mutations:
         if computes and _permutes(refs, news) or not on_clones and _is_product(func, news):
             return self._write(func, Variant(Functionalized(func)), written, args, kwargs)
         for ref, new in zip(refs, news, strict=True):
-            ref.write(new)
+            ref.write(self._arrived(func, ref, new))
         return node
+
+    def _arrived(self, func: Any, ref: Ref, new: fx.Node) -> fx.Node:
+        """What a collective makes of a tensor in a shared memory, which is made anew of it before its own wait."""
+        while func._schema.name.startswith("wholestep::") and ref.parent is not None:
+            if ref.view is aten.as_strided.default:
+                return self.builder.emit(torch.ops.wholestep.wait.default, (new,))
+            ref = ref.parent
+        return new
 
     def _like_written(self, func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], ...]:
         """The value of a fused optimizer's functional variant, whose kernel looks at the scale of the gradients."""

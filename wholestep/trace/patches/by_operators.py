@@ -178,6 +178,7 @@ def _set_data(calls: Any, func: Any, args: tuple[torch.Tensor, torch.Tensor], kw
         raise UnsupportedError(
             f"assigning .data of shape {list(new.shape)} and strides {list(new.stride())} to a tensor of shape "
             f"{list(tensor.shape)} and strides {list(tensor.stride())} from outside of the step",
+            remedy="assign it outside of the step, or compile without fullgraph=True",
         )
     if ref.storage is ours.storage and ref.geometry == ours.geometry:
         return  # its own memory, as `module.to(dtype)` gives it where nothing is to be converted

@@ -17,6 +17,7 @@ import torch
 
 from wholestep.capture.guards.compared_values import is_plain
 from wholestep.capture.guards.per_call_objects import PERSISTENT
+from wholestep.capture.outside.stand_ins import Pending
 from wholestep.capture.snapshot.snapshot import tensors_below
 from wholestep.capture.snapshot.user_code import origin
 from wholestep.capture.sources import lineage
@@ -37,6 +38,8 @@ _CODE = type, ModuleType, FunctionType, BuiltinFunctionType
 def _shown(value: Any) -> type:
     """The type of what a value stands for; its own where it stands for nothing else."""
     kind = type(value)
+    if kind is Pending:
+        return _shown(value.original)
     if kind is FakeTensor:
         return torch.nn.Parameter if getattr(value, "_is_param", False) else torch.Tensor
     return NUMBERS.get(kind, kind)
@@ -127,7 +130,8 @@ def patches(inputs: Inputs, symbolic: bool) -> Iterator[Replacement]:
     """
     for table, name in inputs.world.reachable.asking.values():
         yield table, name, ASKED[name] if name in ASKED else _number_of(getattr(builtins, name), inputs)
-    yield FakeTensor, "__class__", property(_class)
+    for asked in (FakeTensor, Pending):
+        yield asked, "__class__", property(_class)
     if "_cdata" in inputs.world.reachable.names_read.names:
         yield torch.UntypedStorage, "_cdata", property(_address)
     for kind in (torch.SymInt, torch.SymFloat, torch.SymBool) if symbolic else ():
