@@ -300,6 +300,7 @@ def test_what_is_received_is_left_for_the_call(fullgraph: bool) -> None:
         assert [read(torch.ones(1)).item() for _ in range(3)] == [*b"abc"]
     os.close(out)
     os.close(into)
+    batch._shutdown_workers()  # type: ignore[attr-defined]  # else the collector does, and waits 5 s for each
 
 
 @functools.lru_cache

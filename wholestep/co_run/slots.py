@@ -79,6 +79,8 @@ class Slots:
 
     def met(self) -> tuple[Any, ...]:
         """What a call's key says of externals that it is the first to use."""
+        if not self._new:
+            return ()
         new = tuple(self._new)
         self._new.clear()
         return new
@@ -116,13 +118,13 @@ class Slots:
 
     def of_tensor(self, tensor: torch.Tensor) -> Slot:
         """The slot of a tensor, an external where it has none."""
-        if not is_plain(tensor) or tensor.is_neg():
+        if type(tensor) not in _PLAIN or tensor.layout is not _STRIDED or tensor.is_neg():
             raise Opaque
-        dtype, storage = tensor.dtype, storage_id(storage_of(tensor))
-        place = storage, tensor.storage_offset(), tensor.size(), tensor.stride(), dtype
+        place = place_of(tensor)
         found = self.of.get(place)
         if found is not None:
             return found
+        storage, dtype = place[0], tensor.dtype
         if storage in self._own or dtype.is_complex or not storage or is_zero_tensor(tensor):
             raise Opaque  # such as a view of memory to be written that no recorded call made
         if self._ranks is not None:
@@ -148,8 +150,9 @@ class Slots:
             return self._next(found.place)
         if not isinstance(found, torch.Tensor) or found.layout is not _STRIDED or found.is_nested:
             return None
-        index = self._next(place_of(found))
-        self.storages.setdefault(storage_id(storage_of(found)), index)
+        place = place_of(found)
+        index = self._next(place)
+        self.storages.setdefault(place[0], index)
         return index
 
     def register_made(self, found: Any, results: Any) -> None:
