@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import threading
@@ -161,7 +162,9 @@ def test_a_step_that_asks_for_a_seed_runs_its_python() -> None:
 LIBRARY = types.ModuleType("drawing_library")
 LIBRARY.__file__ = "/nowhere/site-packages/drawing_library.py"
 sys.modules["drawing_library"] = LIBRARY
-exec(compile("""
+exec(
+    compile(
+        """
 from functools import partial
 from random import Random, gauss, random
 from numpy.random import default_rng, uniform
@@ -182,7 +185,12 @@ own = Random(3)
 def of_own(): return own.random()
 numpys_own = default_rng(3)
 def of_numpys_own(): return numpys_own.random()
-""", LIBRARY.__file__, "exec"), vars(LIBRARY))
+""",
+        LIBRARY.__file__,
+        "exec",
+    ),
+    vars(LIBRARY),
+)
 BITS = numpy.random.default_rng(3)
 SEEDED, SEEDS = BITS.bit_generator.state, numpy.random.SeedSequence(3)
 LIBRARYS = "named numpys of_default of_partial of_class of_closure of_half of_own of_numpys_own".split()
@@ -272,3 +280,17 @@ def test_generators_that_a_step_makes_are_its_own() -> None:
         return x * random.Random(3).random() * numpy.random.default_rng(3).random()
 
     assert torch.equal(ws.compile(step, fullgraph=True)(torch.ones(2)), step(torch.ones(2)))
+
+
+def test_a_method_of_a_generator_in_a_partial() -> None:
+    generator = torch.Generator()
+    seed = functools.partial(generator.manual_seed, 3)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        seed()
+        return x + torch.rand(3, generator=generator)
+
+    compiled = ws.compile(step, fullgraph=True)
+    for _ in range(2):
+        assert torch.equal(compiled(torch.ones(3)), step(torch.ones(3)))
+    assert seed.func == generator.manual_seed and seed.args == (3,)

@@ -135,6 +135,14 @@ def _read_fields(value: Any) -> Contents:
     return {name: getattr(value, name) for name in names}
 
 
+def _put_field(value: Any, name: str, new: Any) -> None:
+    if isinstance(value, functools.partial):  # whose fields are set together alone
+        state = _read_fields(value) | {name: new}
+        value.__setstate__((*state.values(), vars(value)))  # type: ignore[attr-defined]
+    else:
+        setattr(value, name, new)
+
+
 @dataclass(frozen=True)
 class UsedGlobals:
     """The global variables of one module that user code names, and all that the module has.
@@ -178,7 +186,8 @@ def class_values(kind: type) -> Contents:
         name: value
         for name, value in vars(kind).items()
         if (isinstance(value, _METHODS) or not (name.startswith("__") and name.endswith("__")))
-        and not name.startswith("_abc_") and not is_put_into(kind, name)
+        and not name.startswith("_abc_")
+        and not is_put_into(kind, name)
     }
 
 
@@ -224,6 +233,6 @@ SLOTS = ContainerKind("slots", _read_slots, _write_slots, sources.Attr)
 CELL = ContainerKind("cell", _read_cell, _one_by_one(_read_cell), sources.Attr)
 _write_globals = _one_by_one(_read_globals, *_TABLE, within=lambda used: used.table)
 GLOBALS = ContainerKind("globals", _read_globals, _write_globals, sources.of_module)
-FIELDS = ContainerKind("fields", _read_fields, _one_by_one(_read_fields), sources.Attr)
+FIELDS = ContainerKind("fields", _read_fields, _one_by_one(_read_fields, _put_field), sources.Attr)
 CLASS = ContainerKind("class", class_values, _one_by_one(class_values), sources.Method)
 TENSOR = ContainerKind("tensor", _read_tensor, _write_tensor, sources.Attr)
