@@ -112,6 +112,16 @@ def test_nothing_is_computed_of_what_a_schedule_sets_when_the_step_ends(read: An
     assert scheduler.state_dict() == before and opt.param_groups[0]["lr"] == 0.1
 
 
+def test_a_schedule_moves_by_its_bound_method() -> None:
+    said = []
+    for compiled in (False, True):
+        opt = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+        move = lr_scheduler.CosineAnnealingLR(opt, 9).step
+        run = ws.compile(lambda: (opt.step(), move())[0], fullgraph=True) if compiled else lambda: (opt.step(), move())  # noqa: B023
+        said.append([(run(), opt.param_groups[0]["lr"])[1] for _ in range(4)])
+    assert said[0] == said[1]
+
+
 class Counting(lr_scheduler.ExponentialLR):
     def step(self, *given: Any) -> None:
         super().step(*given)

@@ -90,9 +90,9 @@ def _builtin(found: Reachable, function: Any, source: sources.Source) -> None:
 
 
 def _held(found: Reachable, method: Any, source: sources.Source) -> None:
-    """A bound method of a random generator; torch's class is asked for it at each call while the step is traced."""
+    """A bound method of a random generator or a schedule; torch's class is asked for it at each call while traced."""
     owner = getattr(method, "__self__", None)
-    if isinstance(owner, torch.Generator):
+    if isinstance(owner, (torch.Generator, LRScheduler)):
         found.stand_ins[id(method)] = lambda: lambda *args, **kwargs: getattr(owner, method.__name__)(*args, **kwargs)
     if isinstance(owner, (*RANDOM, torch.Generator)):
         found.queue(method.__self__, sources.Attr(source, "__self__"))
