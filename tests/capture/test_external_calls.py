@@ -70,6 +70,8 @@ ASKED: dict[str, Callable[[], Any]] = {
     "sys.getrecursionlimit": lambda: sys.getrecursionlimit(),
     "threading.current_thread": lambda: len(threading.current_thread().name),
     "decimal.getcontext": lambda: decimal.getcontext().prec,
+    "parallel_info": lambda: len(torch.__config__.parallel_info()),
+    "get_start_method": lambda: len(multiprocessing.get_start_method()),
     "Connection.recv": lambda: PIPE[0].recv(),
     "Connection.poll": lambda: PIPE[0].poll(),
     "socket.recv": lambda: SOCKETS[0].recv(1)[0],

@@ -124,6 +124,20 @@ READ: dict[str, tuple[Callable[[], Any], ...]] = {
 }  # fmt: skip
 
 
+def test_a_warning_that_has_become_an_error() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        warnings.warn("mind", stacklevel=1)
+        return x * 2
+
+    compiled = ws.compile(step, fullgraph=True)
+    for action, captures in (("ignore", 1), ("ignore", 1), ("error", 1), ("default", 2), ("ignore", 2)):
+        with warnings.catch_warnings():
+            warnings.simplefilter(action)  # type: ignore[arg-type]
+            with pytest.raises(UserWarning, match="mind") if action == "error" else nullcontext():
+                compiled(torch.ones(2))
+        assert compiled.captures == captures
+
+
 @pytest.mark.parametrize("name", READ)
 def test_what_is_read_of_settings_is_a_guard(name: str) -> None:
     read, change, back = READ[name]

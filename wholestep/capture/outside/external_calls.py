@@ -18,6 +18,7 @@ import importlib._bootstrap as machinery
 import io
 import locale
 import logging
+import multiprocessing
 import os
 import pathlib
 import pickle
@@ -129,8 +130,9 @@ TABLE: list[tuple[Verdict, dict[Any, tuple[str, ...]]]] = [
         queues.Queue: ("qsize", "empty"), queues.SimpleQueue: ("empty",), connection.Connection: ("poll",),
         pickle: ("load", "loads", "_load", "_loads"), pickle.Unpickler: ("load",),  # globals by any name
         decimal: ("getcontext",), locale: ("getlocale", "localeconv"), numpy: ("geterr", "get_printoptions"),
-        torch.overrides: FUNCTION_MODES,
+        torch.overrides: FUNCTION_MODES, torch.__config__: ("parallel_info",),
         **dict.fromkeys((torch.Tensor, torch.UntypedStorage), ("is_shared",)),
+        **dict.fromkeys((multiprocessing, torch.multiprocessing), ("get_start_method",)),
     }),
     (TAKES, {
         socket.socket: ("recv", "recv_into", "recvfrom", "accept"), os: ("read",),
@@ -228,6 +230,8 @@ class Outside:
             named: names that the step's code uses, among which are those of all that it asks.
         """
         self.ended = False
+        if "warn" in named:  # which these may make an error
+            self.settings.note("filters of warnings", lambda: [*warnings.filters])
         for verdict, owners in TABLE:
             yield from ((owner, name, self._refusing(verdict, owner, name))
                         for owner, names in owners.items() for name in names
