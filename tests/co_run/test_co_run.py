@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from contextlib import redirect_stdout
+from types import SimpleNamespace
 
 import markupsafe._speedups
 import pytest
@@ -17,6 +18,7 @@ from torch.onnx.operators import shape_as_tensor
 import wholestep as ws
 from tests.co_run.test_steps import co_run
 from wholestep import comm
+from wholestep.co_run.queue import Queue
 from wholestep.co_run.reads import ExtensionWatch
 from wholestep.errors import CaptureError
 from wholestep.testing import run_ranks
@@ -274,16 +276,26 @@ def test_the_faster_way_is_taken():
     assert step.eager  # a few operators on a few numbers
 
 
-def test_many_small_operators_are_not_compiled():
+@pytest.mark.parametrize("pays", [False, True])
+def test_many_operators_are_compiled_where_that_can_pay(pays, monkeypatch):
+    clock, dispatch = [0], Queue._dispatch
+
+    def dispatched(*args):
+        clock[0] += 1  # deferring takes time, kernels take none
+        return dispatch(*args)
+
     def step(x):
+        clock[0] += 1000 if pays else 1  # which eager takes, too
         for _ in range(60):
             x = (x * 0.5).sin()
         return x.sum().item()
 
+    monkeypatch.setattr(Queue, "_dispatch", dispatched)
+    monkeypatch.setattr("wholestep.co_run.step.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     served, x = co_run(step), torch.ones(2)
-    for _ in range(4):
+    for _ in range(5):
         assert served(x) == step(x)
-    assert served.eager and not served.segments  # eager took less than deferring alone
+    assert bool(served.segments) is pays and bool(served.eager) is not pays
 
 
 def test_the_package_s_own_work_is_not_watched(deferring, monkeypatch):
