@@ -27,6 +27,7 @@ from wholestep.ir import (
     set_info,
 )
 from wholestep.passes.canonicalize import copy_step
+from wholestep.passes.grouping import grouped
 from wholestep.torch_compat import OpOverload, lazy_graph_module
 
 aten = torch.ops.aten
@@ -91,7 +92,8 @@ def fuse_pointwise(step: StepGraph) -> StepGraph:
     for node in calls:
         if node.target is aten.addmm.default and (key := _only_reader(node, keys)) is not None:
             keys[_split_bias(node)] = key
-    regions = [members for members in _components(step, keys) if _is_worth_it(members)]
+    others = [node for node in step.graph.nodes if node.op == "call_function" and not _is_passed(node)]
+    regions = list(filter(_is_worth_it, grouped(others, keys, _bases, _readers, _bases)))
     fused = StepGraph(lazy_graph_module(step.gm, _contracted(step.graph, regions)), step.signature, "fuse_pointwise")
     return dead_code(fused)
 
@@ -153,6 +155,11 @@ def _base(node: fx.Node) -> fx.Node:
     return node
 
 
+def _bases(node: fx.Node) -> Iterator[fx.Node]:
+    """What a call reads, or reads a view of."""
+    return map(_base, node.all_input_nodes)
+
+
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
     """Who reads a value or a view of it."""
     for user in node.users:
@@ -177,47 +184,6 @@ def _split_bias(node: fx.Node) -> fx.Node:
         product = set_info(add_call(node.graph, aten.mm.default, tuple(factors)), info(node))
     node.target, node.args = aten.add.Tensor, (product, bias)
     return node
-
-
-def _components(step: StepGraph, keys: dict[fx.Node, Any]) -> list[list[fx.Node]]:
-    """Connected calls between which no path leads through a call outside."""
-    levels = _levels(step, keys)
-    group: dict[fx.Node, list[fx.Node]] = {}
-    for node in sorted(keys):
-        mine = group[node] = [node]
-        for base in map(_base, node.all_input_nodes):
-            if keys.get(base) == keys[node] and levels[base] == levels[node] and group[base] is not mine:
-                group[base] += mine
-                group.update(dict.fromkeys(mine, group[base]))
-                mine = group[base]
-    return [sorted(members) for members in {id(members): members for members in group.values()}.values()]
-
-
-def _levels(step: StepGraph, keys: dict[fx.Node, Any]) -> dict[fx.Node, int]:
-    """How often the longest path to each call enters regions, or could where that makes it one with its reader.
-
-    Along a path that leaves a region and comes back it rises, so that connected calls of one level can be joined.
-    Effects count as if each read the one before.
-    """
-    levels: dict[fx.Node, int] = {}
-
-    def enters(base: fx.Node, node: fx.Node) -> bool:
-        return node in keys and keys.get(base) != keys[node]
-
-    calls = [node for node in step.graph.nodes if node.op == "call_function" and not _is_passed(node)]
-    effects = -1
-    for node in calls:
-        bases = [base for operand in node.all_input_nodes if (base := _base(operand)) in levels]
-        levels[node] = max((levels[base] + enters(base, node) for base in bases), default=0)
-        if is_effectful(node):
-            effects = levels[node] = max(levels[node], effects)
-    for node in reversed(calls):
-        if node in keys and node.target is not GETITEM and isinstance(info(node).value, torch.Tensor):
-            readers = [reader for reader in _readers(node) if reader in levels]
-            latest = min((levels[reader] - enters(node, reader) for reader in readers), default=0)
-            if any(levels[reader] == latest and keys.get(reader) == keys[node] for reader in readers):
-                levels[node] = max(levels[node], latest)
-    return levels
 
 
 def _contracted(graph: fx.Graph, regions: list[list[fx.Node]]) -> fx.Graph:
