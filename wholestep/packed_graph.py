@@ -12,6 +12,7 @@ import operator
 import pickle
 import weakref
 import zlib
+from dataclasses import fields
 from types import NoneType
 from typing import Any
 
@@ -19,13 +20,14 @@ import torch
 from torch import fx
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from wholestep.fake_layouts import strict_fake_mode
+from wholestep.fake_layouts import is_plain, strict_fake_mode
 from wholestep.ir import NodeInfo, StepGraph, set_info
-from wholestep.sizes import plain
-from wholestep.torch_compat import FakeTensor, FakeTensorMode, lazy_graph_module, no_modes
+from wholestep.sizes import has_size, plain
+from wholestep.torch_compat import FakeTensor, lazy_graph_module, no_modes
 
 # What is pickled; subclasses of these and all other types are kept by reference.
 PLAIN = {NoneType, bool, int, float, complex, str, tuple, list, dict, slice, immutable_list, immutable_dict, torch.Size}
+FIELDS = operator.attrgetter(*(field.name for field in fields(NodeInfo)))
 
 
 class Packed:
@@ -39,8 +41,7 @@ class Packed:
         packer = _Packer(file, self._kept)
         for node in step.graph.nodes:
             meta = {key: value for key, value in node.meta.items() if key not in ("info", "val")}
-            record = node.meta.get("info")
-            packer.dump((node.op, node.name, node.target, node.args, node.kwargs, _plain_record(record), meta))
+            packer.dump((node.op, node.name, node.target, node.args, node.kwargs, node.meta.get("info"), meta))
             packer.nodes[node] = len(packer.nodes)
             if node.op == "get_attr":
                 self._constants[str(node.target)] = operator.attrgetter(str(node.target))(step.gm)
@@ -61,37 +62,37 @@ class Packed:
         return StepGraph(gm, self.signature, self.stage)
 
     def _graph(self, sized: bool) -> fx.Graph:
-        graph, nodes, mode = fx.Graph(), list[fx.Node](), strict_fake_mode()
-        file = io.BytesIO(zlib.decompress(self._text))
-        loader = _Loader(file, self._kept, nodes)
+        graph, file = fx.Graph(), io.BytesIO(zlib.decompress(self._text))
+        loader = _Loader(file, self._kept, sized or self.signature.sizes is None)
         while file.tell() < len(file.getbuffer()):
             op, name, target, args, kwargs, record, meta = loader.load()
-            if not sized and self.signature.sizes is not None:
-                args, kwargs = plain((args, kwargs))
-                record = record and (plain(record[0]), *record[1:])
             node = graph.create_node(op, target, args, kwargs, name)
             node.meta.update(meta)
             if record is not None:
-                value, *others = record
-                set_info(node, NodeInfo(_fakes(value, mode), *others))
-            nodes.append(node)
+                set_info(node, record)
+            loader.nodes.append(node)
         return graph
 
 
 class _Packer(pickle.Pickler):
-    """Nodes go by their position from the end of what was kept, other objects by their place there."""
+    """Nodes go by their position from the end of what was kept, other objects by their place there; records by their
+    fields, and fake tensors by their layout, where that is all there is to them."""
 
     def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.kept, self.places = kept, dict[Any, int]()
         self.nodes: dict[fx.Node, int] = {}
 
-    def persistent_id(self, value: Any) -> int | None:
+    def persistent_id(self, value: Any) -> int | tuple[Any, ...] | None:
         kind = type(value)
         if kind in PLAIN:
             return None
         if kind is fx.Node:
             return -1 - self.nodes[value]
+        if kind is NodeInfo:
+            return FIELDS(value)  # type: ignore[no-any-return]
+        if kind is FakeTensor and is_plain(value):
+            return value.size(), value.stride(), value.dtype, value.device
         key = (kind, str(value)) if kind in (torch.dtype, torch.device) else id(value)
         if key not in self.places:
             self.places[key] = len(self.kept)
@@ -100,36 +101,17 @@ class _Packer(pickle.Pickler):
 
 
 class _Loader(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, kept: list[Any], nodes: list[fx.Node]) -> None:
+    def __init__(self, file: io.BytesIO, kept: list[Any], sized: bool) -> None:
         super().__init__(file)
-        self.kept, self.nodes = kept, nodes
+        self.kept, self.nodes, self.sized, self.mode = kept, list[fx.Node](), sized, strict_fake_mode()
 
-    def persistent_load(self, place: int) -> Any:
-        return self.kept[place] if place >= 0 else self.nodes[-1 - place]
+    def persistent_load(self, place: Any) -> Any:
+        if isinstance(place, tuple):
+            return self._fake(*place) if len(place) == 4 else NodeInfo(*place)
+        if place < 0:
+            return self.nodes[-1 - place]
+        found = self.kept[place]
+        return plain(found) if not self.sized and has_size(found) else found
 
-
-class _Layout:
-    """Stands for a fake tensor."""
-
-
-def _plain_record(record: Any) -> tuple[Any, ...] | None:
-    if not isinstance(record, NodeInfo):
-        return None
-    place = record.phase, record.seq, record.where, record.module, record.placement
-    return (_plain(record.value), *place, record.part, record.recomputed)
-
-
-def _plain(value: Any) -> Any:
-    """A value with each fake tensor's layout in its place, where that is all there is to it."""
-    if type(value) is FakeTensor and value.layout is torch.strided and not value.is_conj() and not value.is_neg():
-        return (_Layout, value.size(), value.stride(), value.dtype, value.device)
-    return type(value)(map(_plain, value)) if type(value) in (tuple, list) else value
-
-
-def _fakes(value: Any, mode: FakeTensorMode) -> Any:
-    if type(value) not in (tuple, list):
-        return value
-    if value and value[0] is _Layout:
-        _, size, stride, dtype, device = value
-        return FakeTensor(mode, torch.empty_strided(size, stride, dtype=dtype, device="meta"), device)
-    return type(value)(_fakes(item, mode) for item in value)
+    def _fake(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> FakeTensor:
+        return FakeTensor(self.mode, torch.empty_strided(size, stride, dtype=dtype, device="meta"), device)
