@@ -145,25 +145,12 @@ def backward_nodes(joint: Joint, saved: set[fx.Node]) -> list[fx.Node]:
 
 def _just_in_time(nodes: list[fx.Node]) -> list[fx.Node]:
     """Moves what the forward ran to just before its first reader: made again sooner, it would only take memory."""
-    waiting = {n for n in nodes if info(n).phase == "forward"}
-    ordered: dict[fx.Node, None] = {}
-    for node in nodes:
-        if node not in waiting:
-            _place(node, waiting, ordered)
-    for node in nodes:  # gradients that only the forward's values make
-        _place(node, waiting, ordered)
-    return list(ordered)
-
-
-def _place(node: fx.Node, waiting: set[fx.Node], ordered: dict[fx.Node, None]) -> None:
-    """Adds a node after those of its operands that wait."""
-    stack = [node]
-    while stack:
-        missing = [o for o in stack[-1].all_input_nodes if o in waiting and o not in ordered]
-        if missing:
-            stack += reversed(missing)
-        else:
-            ordered.setdefault(stack.pop())
+    places = {node: place for place, node in enumerate(nodes)}
+    when = dict(places)
+    for node in reversed(nodes):
+        if info(node).phase == "forward":  # without a reader, a gradient that only the forward's values make
+            when[node] = min((when[user] for user in node.users if user in places), default=len(nodes))
+    return sorted(nodes, key=lambda node: (when[node], places[node]))
 
 
 def read_by_backward(joint: Joint) -> list[fx.Node]:

@@ -223,9 +223,7 @@ class _Specializer:
             raise CannotSpecializeError
         if node.target in _CONTIGUOUS:
             args = (self._contiguous(node, args), *args[1:])
-        if node.target is aten._unsafe_view.default and _is_contiguous_copy(args[0]):
-            args = (args[0].args[0], *args[1:])
-        elif node.target is not aten.view.default:
+        if node.target is not aten.view.default:
             kwargs = fx.map_arg(node.kwargs, self.nodes.__getitem__)
             self.nodes[node] = self._call(info(node), node.target, args, kwargs)
             return
@@ -274,10 +272,6 @@ def _format(value: torch.Tensor) -> torch.memory_format:
     if value.is_contiguous() or value.dim() not in (4, 5):
         return torch.contiguous_format
     return torch.channels_last if value.dim() == 4 else torch.channels_last_3d
-
-
-def _is_contiguous_copy(node: fx.Node) -> bool:
-    return node.target is aten.clone.default and node.kwargs.get("memory_format") is torch.contiguous_format
 
 
 def _can_view(value: torch.Tensor, shape: Any) -> bool:

@@ -22,7 +22,7 @@ from wholestep.errors import LoweringError
 from wholestep.ir import Signature, StepGraph, dead_code
 from wholestep.lower.backends.interpreter import interpret
 from wholestep.lower.codegen import emit
-from wholestep.lower.codegen.bind_memory import Loans, Recycler, arena_memory
+from wholestep.lower.codegen.bind_memory import Loan, Recycler, arena_memory
 from wholestep.lower.fusion.blocked_matmuls import split_fused_updates
 from wholestep.lower.fusion.blocking_collectives import late_starts
 from wholestep.lower.fusion.compiled_regions import Awaited, with_kernels
@@ -95,7 +95,7 @@ class Program:
             self._source = source = emit.emit(plan, {i for i, times in self._moves.items() if times >= OFTEN})
         self.code = source.text + (f"\n{source.of_sizes}" if source.of_sizes else "")
         self._sizes, self._growing = plan.arena, plan.growing
-        self._loans: Loans = source.namespace.get("loans") or Loans()
+        self._loans: dict[str, Loan] = source.namespace.get("loans", {})  # by results
         self._viewed = operator.itemgetter(*source.viewed, 0, 0) if source.viewed else None
         self._tensors: list[weakref.ref[Any]] = []
         self._ids: list[int] = []
@@ -143,7 +143,7 @@ class Program:
             set_grad_mode(False)
         try:
             with self._lock, below_autograd():
-                if out := self._loans.out():
+                if out := [name for name, loan in self._loans.items() if loan.is_out]:
                     self._held |= frozenset(out)
                     self._make(self._unpack())
                 if full_precision() is not self._full_precision:
@@ -166,7 +166,7 @@ class Program:
         with self._lock:
             self._unbind()
             self._arena = {device: memory for device, memory in self._arena.items() if device == SHARED}
-            self._loans.forget()
+            self._loans.clear()
             if "fresh" in self._source.namespace:
                 self._source.namespace["fresh"].forget()
 

@@ -79,7 +79,10 @@ class Recycler:
 
 
 class Loan:
-    """A place in the arena for a gradient, as memory of its own: as long as its tensor lives, so does the arena."""
+    """A place in the arena for a gradient, as memory of its own: as long as its tensor lives, so does the arena.
+
+    Calling it gives the tensor.
+    """
 
     def __init__(self, arena: torch.Tensor, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> None:
         self.layout, self.dtype = (shape, stride), dtype
@@ -96,26 +99,6 @@ class Loan:
     def is_out(self) -> bool:
         """True while anybody holds the tensor, or another one on its memory."""
         return self.lent is not None and self.lent() is not None
-
-
-class Loans:
-    """What the arena of one program has lent, by the name of the result."""
-
-    def __init__(self) -> None:
-        self._loans: dict[str, Loan] = {}
-
-    def lend(self, name: str, arena: torch.Tensor, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> Loan:
-        """A place for a result; calling it gives the tensor."""
-        self._loans[name] = Loan(arena, offset, shape, stride, dtype)
-        return self._loans[name]
-
-    def out(self) -> list[str]:
-        """The results that somebody holds, whose memory the program must not use."""
-        return [name for name, loan in self._loans.items() if loan.is_out]
-
-    def forget(self) -> None:
-        """Leaves the memory to those who hold it."""
-        self._loans.clear()
 
 
 def cells(values: list[float], dtype: torch.dtype) -> tuple[Any, list[torch.Tensor]]:

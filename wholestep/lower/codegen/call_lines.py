@@ -10,7 +10,7 @@ from torch import fx
 
 from wholestep.functional import OFFSETS
 from wholestep.ir import GETITEM, arguments, info
-from wholestep.lower.codegen.bind_memory import Loans, Recycler
+from wholestep.lower.codegen.bind_memory import Recycler
 from wholestep.lower.codegen.literals import commas, keyword, literal, targets
 from wholestep.lower.codegen.program_text import ProgramText
 from wholestep.lower.fusion.blocked_matmuls import in_parts
@@ -81,9 +81,9 @@ class CallWriter:
                 place = self.source.place(slot, self.reuse.offset.get(node))
                 self.source.bind(name, f"at(arena['{slot.device}'], {place}, {spec})")
             elif store.kind == "lent" and slot is not None:
-                self.source.namespace.setdefault("loans", Loans())
-                lent = f"loans.lend({node.name!r}, arena['cpu'], {self.source.place(slot)}, {spec})"
-                self.source.bind(f"lend_{name}", lent)
+                self.source.namespace.setdefault("loans", {})
+                lent = f"Loan(arena['cpu'], {self.source.place(slot)}, {spec})"
+                self.source.bind(f"lend_{name}", f"loans[{node.name!r}] = {lent}")
                 self.source.assign(name, f"lend_{name}()")
             elif store.kind == "fresh":
                 self.source.assign(name, self._new_memory(node, spec))

@@ -17,7 +17,7 @@ from torch import fx
 
 from wholestep.functional import OFFSETS, base_name, clone_as_it_lies
 from wholestep.ir import info
-from wholestep.lower.codegen.bind_memory import at, cells, filled
+from wholestep.lower.codegen.bind_memory import Loan, at, cells, filled
 from wholestep.lower.codegen.literals import INDENT, LONGEST, commas, commented, keyword, literal, targets
 from wholestep.lower.fusion.blocked_matmuls import by_rows, parts
 from wholestep.lower.fusion.chains import Named, chain
@@ -33,7 +33,7 @@ from wholestep.torch_compat import OpOverload, direct_call
 NUMBER_AS_TENSOR = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
 _WORDS = re.compile(r"\w+")
 _HELPERS = {
-    "direct": direct_call, "at": at, "filled": filled, "cells": cells,
+    "direct": direct_call, "at": at, "filled": filled, "cells": cells, "Loan": Loan,
     "chain": chain, "straight": straight, "by_rows": by_rows, "parts": parts, "clone_as_it_lies": clone_as_it_lies,
 }  # fmt: skip
 

@@ -8,7 +8,6 @@ Operands of a `cat` (buckets of gradients) are computed in its result.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -44,37 +43,6 @@ class Part(NamedTuple):
     start: int
 
 
-def find_parts(
-    nodes: Iterable[fx.Node], root: dict[fx.Node, fx.Node], free: Callable[[fx.Node, fx.Node], bool]
-) -> dict[fx.Node, Part]:
-    """The values that can be written into a `cat` of flat tensors directly, where a kernel gives the same bits.
-
-    Args:
-        nodes: in order of execution.
-        root: node -> the node whose memory it is.
-        free: whether a value may lie in a given `cat`'s result: nobody reads it afterwards, nor is it placed yet.
-
-    Returns:
-        Value (a root) -> its place.
-    """
-    parts: dict[fx.Node, Part] = {}
-    for whole in nodes:
-        if whole.target is not aten.cat.default or info(whole).value.dim() != 1 or writer(whole) != "out":
-            continue
-        start = 0
-        operands: list[fx.Node] = list(whole.args[0])  # type: ignore[arg-type]
-        roots = [root[operand] for operand in operands]
-        times = Counter(roots)
-        for operand, owner in zip(operands, roots, strict=True):
-            value = info(operand).value
-            once = times[owner] == 1 and owner not in parts and _fills(operand, owner, whole)
-            aligned = start * value.itemsize % alignment(str(value.device)) == 0
-            if once and writer(owner) is not None and (aligned or writes_anywhere(owner)) and free(owner, whole):
-                parts[owner] = Part(whole, start)
-            start += value.numel()
-    return parts
-
-
 def _fills(operand: fx.Node, owner: fx.Node, whole: fx.Node) -> bool:
     """True when an operand is all of its owner's memory, in the order in which it lies."""
     value, held = info(operand).value, info(owner).value
@@ -93,9 +61,26 @@ class BufferReuse:
     def __init__(self, placed: Placement) -> None:
         self.placed, self.live, self.root = placed, placed.live, placed.root
         self.store, self.how, self.name = placed.store, placed.how, placed.name
-        self.parts: dict[fx.Node, Part] = find_parts(self.live.nodes, self.root, self._may_be_part)
+        self.parts: dict[fx.Node, Part] = {}
+        for node in self.live.nodes:
+            if node.target is aten.cat.default and info(node).value.dim() == 1 and writer(node) == "out":
+                self._find_parts(node)
         for node in self.live.nodes:
             self._place(node)
+
+    def _find_parts(self, whole: fx.Node) -> None:
+        """The values that can be written into a `cat` of flat tensors directly, where a kernel gives the same bits."""
+        start = 0
+        operands: list[fx.Node] = list(whole.args[0])  # type: ignore[arg-type]
+        times = Counter(self.root[operand] for operand in operands)
+        for operand in operands:
+            value, owner = info(operand).value, self.root[operand]
+            once = times[owner] == 1 and owner not in self.parts and _fills(operand, owner, whole)
+            aligned = start * value.itemsize % alignment(str(value.device)) == 0
+            same = once and writer(owner) is not None and (aligned or writes_anywhere(owner))
+            if same and self._may_be_part(owner, whole):
+                self.parts[owner] = Part(whole, start)
+            start += value.numel()
 
     def _may_be_part(self, value: fx.Node, whole: fx.Node) -> bool:
         """True when a value may be computed in a part of the memory of a later one."""
