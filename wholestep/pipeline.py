@@ -196,7 +196,7 @@ def _program(traced: Traced, options: Options, known: Known, overrides: Sequence
     if program is None:
         step = known.steps.pop(key, None) or of_one_rank(traced, options, overrides)
         if traced.derivative is None:
-            program = Program(step, lower(step, options.backend), traced.fingerprint)
+            program = Program(step, lower(step, options.backend))
         else:
             program = _partitioned(step, traced, options)
         known.programs[key] = program
@@ -244,7 +244,7 @@ def _partitioned(step: StepGraph, traced: Traced, options: Options) -> Program:
     forward = lower(halves.forward, options.backend)
     made = functools.partial(lower, backend=behind)
     backward = Backward(halves, saved_places(joint, halves), made, behind in EXACT)
-    return Program(step, forward, traced.fingerprint, backward)
+    return Program(step, forward, backward)
 
 
 def joint_of(step: StepGraph, traced: Traced) -> Joint:

@@ -4,7 +4,7 @@ Takes what trace recorded of a function, with the gradients that PyTorch's own a
 trace. Gives a `Joint` graph and, by a partition, a forward graph, a backward graph and the names of the values that
 the first saves for the second.
 Its public names, with the functions that need the whole pipeline, are `wholestep.autograd`'s.
-May import: capture, errors, functional, ir, nested, torch_compat, trace.
+May import: capture, errors, fake_evaluate, functional, ir, nested, torch_compat, trace.
 """
 
 from wholestep.aot_autograd.compiled_backward import CompiledBackward, Served

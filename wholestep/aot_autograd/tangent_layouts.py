@@ -16,10 +16,11 @@ import torch
 from torch import fx
 
 from wholestep.aot_autograd.partition import Partitioned
+from wholestep.fake_evaluate import evaluate
 from wholestep.functional import OFFSETS
 from wholestep.ir import GETITEM, NodeInfo, StepGraph, check, copy_graph, copy_node, dead_code, info, set_info
 from wholestep.nested import tensors_of
-from wholestep.torch_compat import FakeTensorMode, OpOverload, below_autograd, lazy_graph_module, no_modes
+from wholestep.torch_compat import FakeTensorMode, OpOverload, lazy_graph_module, no_modes
 from wholestep.trace.functionalize.aliases import Geometry
 
 aten = torch.ops.aten
@@ -244,10 +245,8 @@ class _Specializer:
 
     def _call(self, record: NodeInfo, target: Any, args: tuple[Any, ...], kwargs: Any) -> fx.Node:
         """Adds a call with a record as given, save for its value."""
-        values = fx.map_arg((args, kwargs), lambda operand: info(operand).value)
         try:
-            with self.mode, below_autograd():
-                value = target(*values[0], **values[1])
+            value = evaluate(self.mode, target, args, kwargs)
         except (RuntimeError, ValueError, TypeError) as error:
             raise CannotSpecializeError from error
         made = self.graph.create_node("call_function", target, args, kwargs)

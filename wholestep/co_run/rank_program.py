@@ -145,7 +145,7 @@ class RankProgram(CapturedSegment):
         )  # fmt: skip
         unreduced = {*program.signature.unreduced, *unread}
         self.unreduced = [i for i, p in enumerate(leaves) if p in names and names[p].source in unreduced]
-        self.program = Program(program, self.run, self.traced.fingerprint)
+        self.program = Program(program, self.run)
         self._agree(inputs, [tensors[i] if i >= 0 else numbers[~i] for i in self.indices], places, names)
 
     def _input(self, name: str, index: int, places: Sequence[Any], names: Names) -> Input:

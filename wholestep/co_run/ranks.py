@@ -15,13 +15,14 @@ from wholestep.co_run.rank_program import Mark, Named, RankProgram
 from wholestep.co_run.segment import Segment
 from wholestep.co_run.shards import Shards
 from wholestep.errors import DistError, PlanError
+from wholestep.fake_evaluate import run
 from wholestep.fake_layouts import strict_fake_mode
 from wholestep.ir import NodeInfo
 from wholestep.nested import map_leaves
 from wholestep.patches import Replacement, original
 from wholestep.pipeline import Options
 from wholestep.spmd import BufferBroadcast
-from wholestep.torch_compat import below_autograd, empty_fake, no_modes, storage_id
+from wholestep.torch_compat import empty_fake, no_modes, storage_id
 from wholestep.trace.record.provenance import WITH_PLAN, Provenance, user_line
 
 
@@ -127,8 +128,7 @@ class Ranks:
         with no_modes():
             args, kwargs = map_leaves(fake, args), map_leaves(fake, kwargs)
             sizes = [tensor.size() for tensor in fakes.values()]
-            with mode, torch.no_grad(), below_autograd():
-                found = facts.op(*args, **kwargs)
+            found = run(mode, facts.op, args, kwargs)
             if sizes != [tensor.size() for tensor in fakes.values()]:
                 raise Unknown
             return described(facts.op, args, kwargs, found)

@@ -207,7 +207,7 @@ class SegmentProgram(CapturedSegment):
         super().__init__(segment, tensors, numbers, varying)
         step = of_one_rank(self.traced, options, ())
         self.run = lower(step, options.backend)
-        self.program = Program(step, self.run, self.traced.fingerprint)
+        self.program = Program(step, self.run)
         del self.traced
 
     def __call__(self, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:

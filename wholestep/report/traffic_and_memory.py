@@ -11,7 +11,8 @@ from torch import fx
 
 from wholestep import comm
 from wholestep.errors import GraphError
-from wholestep.ir import GETITEM, InputKind, Phase, StepGraph, arguments, info, is_communication, nbytes
+from wholestep.functional import base_name, is_collective
+from wholestep.ir import GETITEM, InputKind, Phase, StepGraph, arguments, info, nbytes
 from wholestep.lower.plan.peak_memory import peak_usage
 from wholestep.nested import tensors_of
 from wholestep.spmd.expand.graph_edits import sharding_constraint
@@ -100,10 +101,7 @@ def _together(rows: Iterable[Traffic]) -> list[Traffic]:
 
 def collective_name(node: fx.Node) -> str:
     """The name of the collective that a call starts; "" for any other call."""
-    if not is_communication(node):
-        return ""
-    name = node.target._schema.name.split("::")[1].removesuffix("_")  # type: ignore[union-attr]
-    return "" if name == "wait" else name
+    return base_name(node.target).removesuffix("_") if is_collective(node.target) else ""  # type: ignore[arg-type]
 
 
 def _cost(node: fx.Node, name: str, group: comm.ProcessGroup) -> float:

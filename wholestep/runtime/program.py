@@ -34,7 +34,6 @@ class Program:
 
     graph: InitVar[StepGraph]
     run: Run
-    fingerprint: str
     backward: Backward | None = None
     consume: Callable[[list[Any]], Sequence[Any]] = field(init=False)
     packed: Packed = field(init=False)

@@ -201,7 +201,8 @@ class GroupWriter:
         text = f"chain({count}, [{commas(rows)}], globals(), [{commas(map(repr, given))}]{parts})"
         run, addresses = self.source.bind(f"chain_{index}", text), [f"{name}.data_ptr()" for name in given]
         if product is not None and by_rows:
-            self._by_rows(index, product, commas(["first", "part", *addresses]))
+            with self._rows(index, product, {}):  # some of which at a time the chain reads from the cache
+                self.source.line(f"{run}({commas(['first', 'part', *addresses])})")
         else:
             self.source.line(f"{run}({commas(addresses)})", nodes[-1])
         for word in words:
@@ -215,11 +216,6 @@ class GroupWriter:
         rows = rows_at_once(info(product).value)
         with self._rows(index, product, {name: f"{name}.split({rows})" for name in names}):
             self.calls.write_mutable(call, copies)
-
-    def _by_rows(self, index: int, product: fx.Node, arguments: str) -> None:
-        """The loop over a product's rows, some of which at a time the chain reads from the cache."""
-        with self._rows(index, product, {}):
-            self.source.line(f"chain_{index}({arguments})")
 
     @contextmanager
     def _rows(self, index: int, product: fx.Node, beside: dict[str, str]) -> Iterator[None]:
