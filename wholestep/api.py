@@ -81,14 +81,12 @@ def compile(  # noqa: A001 - the ecosystem's name
         ValueError: ``dynamic=True`` with a mesh; another ``split``; a bad memory budget.
         MemoryBudgetError: at the first call, of a budget that is too small; says what would do.
     """
+    settings = {name: value for name, value in locals().items() if name != "fn"}
     if split not in (None, "buckets"):
         raise ValueError(f'ws.compile: split is "buckets" or None, found {split!r}')
     if dynamic and mesh is not None:
         raise ValueError("dynamic=True is for one process: with a mesh, each set of shapes is a capture")
-    again = functools.partial(
-        compile, mesh=mesh, plan=plan, backend=backend, passes=passes, gm_transformation=gm_transformation,
-        module_override=module_override, dynamic=dynamic, fullgraph=fullgraph, split=split, memory_budget=memory_budget,
-    )  # fmt: skip
+    again = functools.partial(compile, **settings)
     if fn is None:
         return again
     if not callable(fn):

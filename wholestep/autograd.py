@@ -78,12 +78,9 @@ def aot_module(
     dynamic: bool | None = None,
 ) -> nn.Module:
     """`aot_function` of a module; the result shares its parameters, buffers, children and attributes."""
+    settings: dict[str, Any] = {name: value for name, value in locals().items() if name != "module"}
     if not isinstance(module, nn.Module):
         raise TypeError(f"aot_module takes a torch.nn.Module, not {type(module).__name__}")
-    settings: dict[str, Any] = {
-        "fw_compiler": fw_compiler, "bw_compiler": bw_compiler, "partition_fn": partition_fn,
-        "decompositions": decompositions, "dynamic": dynamic,
-    }  # fmt: skip
     make, again = functools.partial(aot_function, **settings), functools.partial(aot_module, **settings)
     return compiled_module(module, make, again)
 

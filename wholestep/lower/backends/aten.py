@@ -97,7 +97,6 @@ class Program:
         self._sizes, self._growing = plan.arena, plan.growing
         self._loans: dict[str, Loan] = source.namespace.get("loans", {})  # by results
         self._viewed = operator.itemgetter(*source.viewed, 0, 0) if source.viewed else None
-        self._tensors: list[weakref.ref[Any]] = []
         self._ids: list[int] = []
         self._pointers: list[int] = []
         self._arena: dict[str, torch.Tensor] = {}
@@ -116,7 +115,7 @@ class Program:
         """Lets go of all views of memory that lasts."""
         self._runs: dict[tuple[int, ...], Callable[[Sequence[Any]], list[Any]]] = {}  # by sizes
         self._bound: dict[str, Any] = {}  # globals of the program, but for the sizes
-        self._tensors = []
+        self._tensors: list[weakref.ref[Any]] = []
 
     @property
     def arena_bytes(self) -> int:

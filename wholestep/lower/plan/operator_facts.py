@@ -20,7 +20,6 @@ from wholestep.functional import (
     Functionalized,
     argument_names,
     base_name,
-    bound_arguments,
     is_collective,
     is_view,
     overloads,
@@ -183,25 +182,17 @@ def read_only(op: Overload, arguments: dict[str, Any]) -> set[str]:
 class _FirstCall(TorchDispatchMode):
     """Stops at the first ATen call, which it remembers."""
 
-    seen: tuple[Any, dict[str, Any]] = (None, {})
+    seen: Any = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen = func, _by_name(func, args, kwargs or {})
+        self.seen = func, args, kwargs
         raise StopIteration
 
 
-def _by_name(op: Overload, args: Any, kwargs: Any) -> dict[str, Any]:
-    """All arguments of a call, defaults included."""
-    defaults = {a.name: a.default_value if a.has_default_value() else None for a in op._schema.arguments}
-    return defaults | bound_arguments(op, args, kwargs)
-
-
-def _same_argument(wanted: Any, found: Any) -> bool:
-    if isinstance(wanted, (list, tuple)) and isinstance(found, (list, tuple)):
-        return len(wanted) == len(found) and all(map(_same_argument, wanted, found))
-    if isinstance(wanted, torch.Tensor) or isinstance(found, torch.Tensor):
-        return wanted is found or (isinstance(wanted, (int, float)) and found.dim() == 0)
-    return bool(wanted == found)
+def _first_call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    with suppress(Exception), torch.no_grad(), _FirstCall() as mode:  # any refusal means that it cannot serve
+        function(*args, **kwargs)
+    return mode.seen
 
 
 def _on_meta(value: Any) -> Any:
@@ -235,9 +226,7 @@ def reaches(op: Overload, call: Callable[..., Any], name: str, args: Any, kwargs
     key = (op, name, tuple(map(_pattern, args)), tuple((k, _pattern(v)) for k, v in kwargs.items()))
     if key not in _REACHES:
         args, kwargs = map_leaves(_on_meta, (args, kwargs))
-        with suppress(Exception), torch.no_grad(), _FirstCall() as mode:  # any refusal means that it cannot serve
-            call(*args, **kwargs)
-        found, arguments = mode.seen
-        wanted = _by_name(op, args, kwargs)
-        _REACHES[key] = found is op and all(_same_argument(v, arguments[k]) for k, v in wanted.items())
+        wanted, _REACHES[key] = _first_call(op, args, kwargs), False
+        with suppress(RuntimeError):  # of other tensors in one place: what they hold, which these do not, would decide
+            _REACHES[key] = wanted is not None and wanted[0] is op and wanted == _first_call(call, args, kwargs)
     return _REACHES[key]
