@@ -252,7 +252,7 @@ def joint_of(step: StepGraph, traced: Traced) -> Joint:
     assert traced.derivative is not None
     count = traced.n_inputs
     derivative = traced.derivative
-    rewritten = tuple(i for i, *_ in (*derivative.rewritten, *traced.refused) if i < count)
+    rewritten = tuple(i for i, *_ in derivative.rewritten if i < count)
     return Joint(step, count, derivative.n_forward, rewritten, derivative.inputs[: derivative.n_given])
 
 

@@ -297,3 +297,16 @@ def test_a_hook_added_inside_to_an_input_with_a_history_is_refused() -> None:
     p = leaf()
     with pytest.raises(LeakError, match=r"a hook was added to L\['h'\] in the step"):
         ws.compile(fn, fullgraph=True)(p * 2)
+
+
+def test_an_input_that_is_given_a_history_of_the_functions_own_has_eagers() -> None:
+    def fn(x: Tensor, p: Tensor) -> Tensor:
+        x.mul_(torch.full((3,), 2.0, requires_grad=True))
+        return p * 2
+
+    eager, ours = torch.ones(3), torch.ones(3)
+    compiled = ws.compile(fn)
+    assert torch.equal(compiled(ours, leaf()), fn(eager, leaf()))
+    assert torch.equal(ours, eager) and ours.requires_grad and not ours.is_leaf
+    ours.sum().backward()
+    assert "changed in place by a value that requires grad" in compiled.breaks[0]

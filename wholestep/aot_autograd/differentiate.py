@@ -103,9 +103,8 @@ def differentiate(
     alive = [*outputs, *(o for o, why in refused if not why.startswith(FREED))]
     refuse_beside(hooked, alive, nodes)
     _refuse(collector, refused)
-    if not outputs and all(o.input is None for o, _ in refused):
+    if not outputs:
         return None
-    gradients = gradients or [[] for _ in roots]
     pairs = [(r, recorder.inputs.read(g)) for r, found in zip(roots, gradients, strict=True) for g in found]
     histories = [o.tensor.grad_fn for o in outputs]
     silent = [  # reached, although the gradient is None
@@ -135,7 +134,6 @@ def differentiate(
         last,
         rewritten,
         late,
-        [(o.input, collector.add_output(new[id(o)]), why) for o, why in refused if o.input is not None],
     )
 
 
@@ -194,10 +192,12 @@ def _refuse(collector: OutputCollector, refused: list[tuple[Output, str]]) -> No
     for output, why in refused:
         if output.alias is not None:
             collector.change(output.alias, refusal=why)
-        elif why.startswith(FREED):
-            assert output.input is not None
-            remedy = "detach what you add, as in total += loss.detach()"
-            raise LeakError(f"{output.input.source} {IN_PLACE}", remedy, where=made_at(output.tensor))
+        elif output.input is not None:
+            source, where = output.input.source, made_at(output.tensor)
+            if why.startswith(FREED):
+                raise LeakError(f"{source} {IN_PLACE}", "detach it, as in total += loss.detach()", where=where)
+            what = f"{source} is changed in place by a value that requires grad and gives no input a gradient: {why}"
+            raise UnsupportedError(what, "detach it first", where=where)
 
 
 def _gradients(

@@ -17,7 +17,7 @@ from wholestep.functional import Decided, Diverged
 from wholestep.ir import is_effectful
 from wholestep.runtime.asked_results import note
 from wholestep.runtime.autograd_function import CompiledFunction, Plan, Ran, plan_of
-from wholestep.runtime.output_aliases import are_spent, as_inference, refuse, remade, spent
+from wholestep.runtime.output_aliases import are_spent, as_inference, remade, spent
 from wholestep.runtime.program import DonatedInputs, Program
 from wholestep.tensor_parts import Part, mark_part
 from wholestep.torch_compat import make_one_of_several
@@ -111,8 +111,7 @@ class Entry:
         self.spent = are_spent(traced.aliases)
         self.plan = plan_of(traced, program)
         # an input's memory is written again, with a history, when the forward has run
-        rewritten = traced.refused or (derivative and derivative.rewritten)
-        self.copied = set(traced.step.signature.mutations) if rewritten else set()
+        self.copied = set(traced.step.signature.mutations) if derivative and derivative.rewritten else set()
         if self.plan is not None:
             whole = [s for s in traced.aliases if s.views is None]
             versions = {("output", s.output): s.state.version for s in whole if s.state.version}
@@ -194,8 +193,6 @@ class Entry:
                 values[index].untyped_storage().resize_(after)
         if self.inference:
             outputs = as_inference(outputs, self.inference)
-        if traced.refused:
-            refuse(traced.refused, outputs, values, self.handle)
         if written:
             count_writes(written, counts)
         for index in self.before_moves:

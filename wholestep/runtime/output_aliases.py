@@ -80,16 +80,6 @@ def _viewed(base: torch.Tensor, views: Sequence[View], outdated: bool) -> torch.
     return view
 
 
-def refuse(
-    refused: Sequence[tuple[int, int, str]], outputs: Sequence[Any], values: list[Any], handle: torch.Tensor
-) -> None:
-    """Gives inputs the new histories that cannot be differentiated; see `Traced.refused`."""
-    with torch.enable_grad():
-        for index, output, why in refused:
-            behind = _behind(why, values, handle)
-            values[index].copy_(NotDifferentiable.apply(why, outputs[output], *behind))  # type: ignore[no-untyped-call]
-
-
 def as_inference(outputs: Sequence[Any], places: Container[int]) -> list[Any]:
     """The outputs, those at some places, which eager leaves as inference tensors, copied into such."""
     with torch.inference_mode():

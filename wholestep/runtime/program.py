@@ -128,7 +128,7 @@ def donated_inputs(traced: Traced, count: int, read: Collection[str]) -> Donated
     """
     signature = traced.step.signature
     looked_at = {i for alias in traced.aliases if (i := alias.input) is not None} | set(signature.mutations.values())
-    looked_at |= {*traced.versions, *(i for i, *_ in traced.refused), *(i for i, _ in traced.moved)}
+    looked_at |= {*traced.versions, *(i for i, _ in traced.moved)}
     looked_at |= {i for i, before, after in traced.storage_sizes if before != after}
     paths = [f"args[0][{i}]" for i in range(count)]
     kept = frozenset(i for i, path in enumerate(paths) if any(r.startswith(path) for r in read))

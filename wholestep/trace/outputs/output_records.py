@@ -181,7 +181,6 @@ class Differentiated:
         tangents: the placeholders.
         last: the last node of the forward.
         late: inputs that hooks write in the backward, and the nodes of their new values.
-        refused: input, output of its new value, and what autograd says of its history when that is differentiated.
     """
 
     derivative: Derivative
@@ -191,10 +190,9 @@ class Differentiated:
     last: fx.Node
     rewritten: list[tuple[TracedInput, int, int]]
     late: list[tuple[TracedInput, fx.Node]]
-    refused: list[tuple[TracedInput, int, str]]
 
     @property
     def items(self) -> list[TracedInput]:
         """All inputs that are named."""
-        groups = self.inputs, *([item for item, *_ in group] for group in (self.rewritten, self.late, self.refused))
+        groups = self.inputs, *([item for item, *_ in group] for group in (self.rewritten, self.late))
         return [item for group in groups for item in group]

@@ -68,7 +68,6 @@ class Traced:
         answers: (input index, one of `QUESTIONS`, the answer) where the step asks for it; the offset also where several
             inputs are views of one memory.
         grad_mode: what the step leaves grad mode at, None when that is what it found.
-        refused: (input, output, why) of each input whose new history cannot be differentiated.
         many: the sizes that it serves, where one program may serve many.
         moved: (input, alias) of each input that the step gives other memory, by an assignment to its `.data`.
     """
@@ -87,7 +86,6 @@ class Traced:
     storage_sizes: list[tuple[int, int, int]] = field(default_factory=list)
     answers: list[tuple[int, str, Any]] = field(default_factory=list)
     grad_mode: bool | None = None
-    refused: list[tuple[int, int, str]] = field(default_factory=list)
     many: ManySizes | None = None
     moved: list[tuple[int, int]] = field(default_factory=list)
 
@@ -154,7 +152,6 @@ def finish(
         builder.watch,
         derivative,
         [(size.item.index, size.before, size.now) for size in sizes],
-        refused=[(item.index, output, why) for item, output, why in backward.refused] if backward else [],
         answers=[(item.index, name, QUESTIONS[name](original(item.value))) for (_, name), item in asked.items()],
         moved=[(item.index, alias) for item, alias in collector.moved.items()],
     )  # fmt: skip
@@ -173,14 +170,14 @@ def _close(
     gradients: list[fx.Node] = []
     graded: list[TracedInput] = []
     if backward is not None:
-        elsewhere |= {item for item, *_ in (*backward.rewritten, *backward.refused)}
+        elsewhere |= {item for item, *_ in backward.rewritten}
         gradients = [*backward.gradients, *(node for _, node in backward.late)]
         graded = [*backward.inputs, *(item for item, _ in backward.late)]
     items = recorder.inputs.items
     written = [i for i in items if i.is_written and i.ref.parent is None and i not in elsewhere]  # type: ignore[union-attr]
     output = builder.graph.output((*outputs, *map(_new_value, written), *gradients))
     gm = lazy_graph_module(builder.constants, builder.graph)
-    if backward is not None and backward.derivative.outputs:
+    if backward is not None:
         _set_phases(gm.graph, backward.last)
     dead_code(StepGraph(gm, Signature()))
     in_aliases = [items[alias.input] for alias in collector.aliases if alias.input is not None]
