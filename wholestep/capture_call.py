@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wholestep.aot_autograd.differentiate import differentiate
-from wholestep.capture import Args, Kwargs, PartsOf, Snapshot, new_objects
+from wholestep.capture import Args, CalledCode, Kwargs, PartsOf, Snapshot, functions_of, new_objects
 from wholestep.capture.outside.external_calls import FirstImportError
 from wholestep.errors import LeakError
 from wholestep.patches import is_suspended
 from wholestep.spmd import BufferBroadcast
 from wholestep.step_log import collecting
-from wholestep.trace import ReentrantCheckpoint, SharedMemory, Traced, trace_step
+from wholestep.trace import ReentrantCheckpoint, SharedMemory, Traced, UnmetCode, trace_step
 from wholestep.trace.numbers.symbolic_sizes import Sizes
 from wholestep.trace.outputs.leaks import Watch
 
@@ -70,21 +70,22 @@ def capture(
             if sizes is not None:
                 sizes.begin()
             how = decides, backward, sizes, attempt.reentrant, sync.begin if sync else None, outcomes
-            following = attempt
+            following, done = attempt, None
             try:
                 _thread.tracing = True
                 world.substitutes.put(parts, world.differentiable)
                 step = collecting(world.substitutes.aliases.exchange(fn))
                 traced = trace_step(step, args, kwargs, world, attempt.shared, *how)
-                if sync is None or not sync.again():
-                    return world, traced
+                done = traced if sync is None or not sync.again() else None
             except Exception as request:
-                following = attempt.after(request)
+                following = attempt.after(request, world.called)
             finally:
                 _thread.tracing = False
                 world.restore()
-            if (following.varying, following.imports) != (attempt.varying, attempt.imports):
-                world = take(fn, args, kwargs, varying=following.varying)
+            if done is not None and world.extend():
+                return world, done
+            if done is not None or (following.varying, following.walks) != (attempt.varying, attempt.walks):
+                world = take(fn, args, kwargs, varying=following.varying, called=world.called)
             attempt = following
 
 
@@ -96,15 +97,15 @@ class _Attempt:
         varying: paths of numbers that are inputs, and of lists that are only appended to.
         shared: memories that several inputs share.
         reentrant: whether checkpoints run as written.
-        imports: how often the step was the first to import a module.
+        walks: how often something has come into reach while the step ran: a module, a function.
     """
 
     varying: frozenset[str]
     shared: frozenset[int] = frozenset()
     reentrant: bool = True
-    imports: int = 0
+    walks: int = 0
 
-    def after(self, request: Exception) -> _Attempt:
+    def after(self, request: Exception, called: CalledCode) -> _Attempt:
         """The next attempt.
 
         Raises:
@@ -113,7 +114,10 @@ class _Attempt:
         if isinstance(request, SharedMemory):
             return replace(self, shared=request.memories)
         if isinstance(request, FirstImportError):
-            return replace(self, imports=self.imports + 1)
+            return replace(self, walks=self.walks + 1)
+        if isinstance(request, UnmetCode):
+            called.functions += functions_of(request.code)
+            return replace(self, walks=self.walks + 1)
         if isinstance(request, ReentrantCheckpoint):
             return replace(self, reentrant=False)
         if not isinstance(request, LeakError) or request.grown <= self.varying:  # none, or none that can stay unseen

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 
 from wholestep import pipeline
-from wholestep.capture import Args, GuardFailure, InitialState, Kwargs, Snapshot, materialize_fakes, no_collection
+from wholestep.capture import (
+    Args,
+    CalledCode,
+    GuardFailure,
+    InitialState,
+    Kwargs,
+    Snapshot,
+    materialize_fakes,
+    no_collection,
+)
 from wholestep.capture_call import TakeSnapshot, capture, refuse_leaks
 from wholestep.deferred_init import allocated, any_deferred, record_of
 from wholestep.errors import PACKAGE, CaptureError, UnsupportedError
@@ -23,7 +32,7 @@ from wholestep.report import Stage
 from wholestep.runtime import Entry, ProgramCache, give_back
 from wholestep.trace import Traced
 from wholestep.trace.numbers.dynamic_shapes import Templates, shapes
-from wholestep.trace.record.provenance import line_of
+from wholestep.trace.record.user_line import line_of
 
 # A step that keeps needing new captures is misused: better an error than minutes lost in silence.
 MAX_ENTRIES = 32
@@ -47,7 +56,7 @@ class Capturer:
         self._fn, self._options, self._take, self._dynamic = fn, options, take, dynamic
         self._entries = entries
         self.recompiles: list[str] = []
-        self._overrides = Overrides(options.module_override)
+        self._overrides, self._called = Overrides(options.module_override), CalledCode()
         templates = dynamic is not False and options.executor.plain
         how = capture, bool(dynamic), options.many_sizes
         self.known = pipeline.Known(templates=Templates(*how) if templates else None)
@@ -153,7 +162,8 @@ class Capturer:
     def _taking(self, overrides: Overrides | None = None) -> TakeSnapshot:
         """How this step takes snapshots: with overridden modules replaced, by default as in earlier captures."""
         replacing = overrides or self._overrides
-        return functools.partial(self._take, replace=replacing.replace) if replacing.overrides else self._take
+        how = {"replace": replacing.replace} if replacing.overrides else {}
+        return functools.partial(self._take, called=self._called, **how)
 
     def _can_vary(self, args: Args, kwargs: Kwargs, others: frozenset[str], path: str) -> frozenset[str]:
         """The path, if the number there can be an input."""

@@ -43,6 +43,7 @@ from torch.utils import _foreach_utils
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES  # noqa: F401
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._sympy.printers import PythonPrinter
@@ -542,12 +543,12 @@ _GLOBAL_HOOKS = [table for names in _SHARED for name, table in names.items()
                  if name.startswith("_global_") and isinstance(table, dict)]  # fmt: skip
 
 
-def global_hooks() -> tuple[int, ...]:
-    """The numbers, of which none is given twice, of hooks that all modules or optimizers have, but for our own."""
+def global_hooks() -> dict[int, Callable[..., Any]]:
+    """The hooks that all modules or optimizers have, but for our own, by numbers of which none is given twice."""
     if not any(_GLOBAL_HOOKS):
-        return ()
-    return tuple([number for table in _GLOBAL_HOOKS for number, hook in [*table.items()]
-                  if callable(hook) and not str(getattr(hook, "__module__", "")).startswith("wholestep.")])
+        return {}
+    return {number: hook for table in _GLOBAL_HOOKS for number, hook in [*table.items()]
+            if callable(hook) and not str(getattr(hook, "__module__", "")).startswith("wholestep.")}
 
 
 # The functions behind `torch.nn.utils.rnn.pack_padded_sequence` and `pad_packed_sequence`.

@@ -26,7 +26,7 @@ from wholestep.errors import CaptureError, GraphError, LoweringError, Unsupporte
 from wholestep.torch_compat import FakeTensor, dispatch_modes_active, storage_id
 from wholestep.trace.operators.data_dependent_formulas import by_data
 from wholestep.trace.patches.engine_hook import handled
-from wholestep.trace.record.provenance import user_line
+from wholestep.trace.record.user_line import user_line
 
 # Sizes that are always others would have each backward captured: better eager than seconds for each.
 MAX_STRUCTURES = 256

@@ -41,8 +41,8 @@ from wholestep.trace.outputs.leaks import made_at
 from wholestep.trace.outputs.output_records import NO_GRADIENT, Derivative, Differentiated, is_leaf
 from wholestep.trace.patches.engine_hook import handled
 from wholestep.trace.record.inputs import TracedInput
-from wholestep.trace.record.provenance import line_of
 from wholestep.trace.record.recorder import Recorder
+from wholestep.trace.record.user_line import line_of
 
 IN_PLACE = (
     "was changed in place by a value that requires grad, and would stay in the autograd graph after the step, "

@@ -106,6 +106,12 @@ def module(name: str) -> Root:
     return Root(f"sys.modules[{name!r}]", name, lambda call: sys.modules[name])
 
 
+def constant(function: Callable[..., Any]) -> Root:
+    """A function that a library calls, and no code of the step's names."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return Root(f"function {id(function)}", f"G[{name!r}]", lambda call: function)
+
+
 # One step further ---------------------------------------------------------------------------------------
 
 

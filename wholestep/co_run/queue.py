@@ -29,7 +29,7 @@ from wholestep.torch_compat import (
     storage_uses,
 )
 from wholestep.trace.record.caught_errors import is_caught
-from wholestep.trace.record.provenance import user_line
+from wholestep.trace.record.user_line import user_line
 
 _STRIDED, _NONE = torch.strided, dict[str, Any]()
 AT_ONCE, VIEW = Kind.AT_ONCE, Kind.VIEW

@@ -23,7 +23,8 @@ from wholestep.patches import Replacement, original
 from wholestep.pipeline import Options
 from wholestep.spmd import BufferBroadcast
 from wholestep.torch_compat import empty_fake, no_modes, storage_id
-from wholestep.trace.record.provenance import WITH_PLAN, Provenance, user_line
+from wholestep.trace.record.provenance import WITH_PLAN, Provenance
+from wholestep.trace.record.user_line import user_line
 
 
 class Recording(Protocol):

@@ -23,7 +23,7 @@ from wholestep.patches import Patches, Replacement, suspended
 from wholestep.pipeline import Options
 from wholestep.runtime import Program
 from wholestep.torch_compat import below_autograd, nested_compiles
-from wholestep.trace.record.provenance import user_line
+from wholestep.trace.record.user_line import user_line
 
 # Programs of one step; beyond, segments run operator by operator.
 MAX_PROGRAMS = 64

@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 from wholestep.errors import UnsupportedError
 from wholestep.trace.operators.data_dependent_formulas import behind
 from wholestep.trace.patches.engine_hook import watch
-from wholestep.trace.record.provenance import user_line
+from wholestep.trace.record.user_line import user_line
 
 # A result, and the positions of those through which a gradient reaches it that nothing outside sees.
 Between = list[tuple[weakref.ref[torch.Tensor], frozenset[int]]]

@@ -75,7 +75,7 @@ class Binder:
                  sizeless: frozenset[str] = frozenset()) -> None:
         self._fn, self.inputs, self.guards = snap.call.fn, list(inputs), snap.guards(sizeless)
         self._sizeless = sizeless
-        self._names, self._varying, self._replace = snap.names, snap.varying, snap.replace
+        self._seen = snap.names, snap.varying, snap.replace, snap.differentiable, snap.called
         self._mutated = frozenset(source.path for source in mutated)
         self._replaced_gradients = snap.replaced_gradients
         self._outcome = effects, result
@@ -128,7 +128,7 @@ class Binder:
         """The inputs or the first guard that fails, in milliseconds: walks what the step can see and compares it."""
         self.slow_calls += 1
         with no_collection():
-            later = Snapshot(self._fn, args, kwargs, self._names, self._varying, self._replace)
+            later = Snapshot(self._fn, args, kwargs, *self._seen)
             failure = compare(self.guards, later.guards(self._sizeless))
             failure = failure or self._lacks(later) or self._shares_otherwise(later)
             if failure is not None:

@@ -65,13 +65,13 @@ class CodeWriter:
             self.require(f"len({self.constant(kind.read)}({expression})) == {len(before)}")
         elif kind is kinds.CLASS:
             self.require(f"len({expression}.__dict__) == {len(vars(value))}")
-        elif kind is kinds.GLOBALS and len(value.names) > len(before):
+        elif kind in kinds.USED and len(value.names) > len(before):
             absent = [name for name in value.names if name not in before]
             self.require(f"{self.name(value.table)}.keys().isdisjoint({self.constant(absent)})")
 
     def at(self, container: Container, key: Any) -> str:
         """An expression for what a container has at a key."""
-        name = self.name(container.value if container.kind is not kinds.GLOBALS else container.value.table)
+        name = self.name(container.value if container.kind not in kinds.USED else container.value.table)
         if container.kind in _ACCESS:
             return _ACCESS[container.kind].format(name, key)
         key = str(key) if type(key) is int else repr(key) if type(key) is str else self.name(key)
@@ -87,7 +87,7 @@ class CodeWriter:
 
 
 _ACCESS = {
-    kinds.CELL: "{0}.cell_contents", kinds.GLOBALS: "{0}[{1!r}]",
+    kinds.CELL: "{0}.cell_contents", kinds.GLOBALS: "{0}[{1!r}]", kinds.CLASS_VALUES: "{0}[{1!r}]",
     kinds.SLOTS: "{0}.{1}", kinds.FIELDS: "{0}.{1}", kinds.CLASS: "{0}.__dict__[{1!r}]",
 }
 

@@ -146,7 +146,7 @@ def guards(reached: Reachable) -> list[Guard]:
     for container in reached.containers:
         if container.kind is kinds.TENSOR:
             found.append(Guard(container.source, "tensor", reached.metadata[id(container.value)]))
-        elif container.kind is not kinds.GLOBALS or container.value.library is None:  # of which there may be two
+        elif container.kind not in kinds.USED or container.value.library is None:  # of which there may be two
             found.append(Guard(container.source, f"structure of {container.kind.name}", _structure(reached, container)))
         names = dict(container.children)
         for key, value in container.before.items():

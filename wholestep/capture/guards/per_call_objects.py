@@ -76,7 +76,7 @@ class PerCallObjects:
             self._mark_function(value)
             return
         bound = type(value) in _BOUND
-        apart = (kinds.CELL, kinds.GLOBALS, kinds.CLASS, kinds.TENSOR, *(() if bound else (kinds.FIELDS,)))
+        apart = (kinds.CELL, *kinds.USED, kinds.CLASS, kinds.TENSOR, *(() if bound else (kinds.FIELDS,)))
         shown = [c for c in self._containers.get(id(value), ()) if c.kind not in apart]
         if not shown or (callable(value) and not bound):
             return

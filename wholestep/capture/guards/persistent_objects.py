@@ -176,7 +176,7 @@ class PersistentObjects:
                 tables.append(self._table(container))
                 for key in special if id(value) not in self._whole else ():
                     self._by_path(container, key)
-            elif kind is kinds.GLOBALS and value.library is not None:
+            elif kind in kinds.USED and value.library is not None:
                 taken = itemgetter(*before, next(iter(before)))
                 write.require(f"identical({write.constant(taken)}({write.name(value.table)}), "
                               f"{write.constant(taken(before))})")

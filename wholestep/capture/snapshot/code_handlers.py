@@ -6,11 +6,13 @@ that a guard could see, save through objects that are walked anyway.
 
 from __future__ import annotations
 
+import abc
 import builtins
+import copyreg
 import functools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any
 
@@ -22,6 +24,7 @@ from wholestep.capture.snapshot.names_read import global_names, imports, named
 from wholestep.capture.snapshot.reachable import Reachable
 from wholestep.capture.snapshot.user_code import is_installed, is_library, is_system, is_user_class, is_user_module
 from wholestep.patches import original
+from wholestep.torch_compat import PYTREE_NODES
 
 
 def walk_classes(found: Reachable, value: Any, source: sources.Source) -> None:
@@ -29,10 +32,23 @@ def walk_classes(found: Reachable, value: Any, source: sources.Source) -> None:
     for base in type(value).__mro__:
         if is_user_class(base):
             found.queue(base, sources.Attr(source, "__class__" if base is type(value) else base.__name__))
-        elif is_installed(base):
+        elif is_installed(base) and base not in found.library_classes:
+            found.library_classes[base] = sources.Attr(source, "__class__" if base is type(value) else base.__name__)
             for method in vars(base).values():
                 if isinstance(method, types.FunctionType):
                     _asks_types(found, method)
+
+
+def add_class_values(found: Reachable) -> None:
+    """Records the plain values of libraries' classes that the step's code names."""
+    for kind, source in found.library_classes.items():
+        members, of_torch = vars(kind), is_system(getattr(sys.modules[kind.__module__], "__file__", ""))
+        names = found.names_read.names | (set() if of_torch else found.names_read.by_libraries)
+        fresh = tuple(name for name in sorted(names & members.keys())
+                      if is_data(members[name]) and (id(kind), name) not in found.used_globals)
+        if fresh:
+            found.used_globals.update((id(kind), name) for name in fresh)
+            found.add(UsedGlobals(members, fresh, kind), source, kinds.CLASS_VALUES)
 
 
 # Those of the standard library that lead to functions; users' own may have state.
@@ -46,6 +62,10 @@ def walk_class(found: Reachable, kind: type, source: sources.Source) -> None:
     found.add(kind, source, kinds.CLASS)
     found.add(kind, source, kinds.FIELDS)
     found.queue(type(kind), sources.Attr(source, "__class__"))
+    node = PYTREE_NODES.get(kind)
+    for function in (copyreg.dispatch_table.get(kind), *((node.flatten_fn, node.unflatten_fn) if node else ())):
+        if isinstance(function, types.FunctionType):
+            found.queue(function, sources.constant(function))
     found.names_read.names.update(vars(kind).get("__match_args__", ()))
     for name, member in vars(kind).items():
         here = sources.Method(source, name)
@@ -113,6 +133,7 @@ def _modules(
     place, of_names = sources.Globals(source, function.__module__ or ""), global_names(function.__code__)
     holders = [(table[name], sources.of_module(place, name)) for name in of_names if name in table]
     holders += [(held, source) for cell in function.__closure__ or () for held in kinds.CELL.read(cell).values()]
+    _note_abstract(found, [holder for holder, _ in holders])
     holders = [(holder, where) for holder, where in holders
                if isinstance(holder, types.ModuleType) or not is_walked(type(holder))]
     if imports(function.__code__):
@@ -140,11 +161,17 @@ def _modules(
         met[id(holder)] = all_of = vars(holder)
         held = {name: original(holder, name) for name in sorted(names & all_of.keys())}  # another thread may patch it
         holders += [(value, sources.Item(sources.Vars(where), name)) for name, value in held.items()]
+        _note_abstract(found, held.values())
         fresh = tuple(name for name, value in held.items() if (id(all_of), name) not in found.used_globals
                       and (is_data(value) or type(value) in _CODE))
         if fresh:
             found.used_globals.update((id(all_of), name) for name in fresh)
             found.add(UsedGlobals(all_of, fresh, holder), sources.Vars(where), kinds.GLOBALS)
+
+
+def _note_abstract(found: Reachable, values: Iterable[Any]) -> None:
+    if any(isinstance(value, abc.ABCMeta) for value in values):
+        found.outside.settings.note("classes registered with abstract ones", abc.get_cache_token)
 
 
 _CODE = types.FunctionType, types.BuiltinFunctionType, type

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -151,7 +151,7 @@ class UsedGlobals:
         library: the module, or object, where it is a library's.
     """
 
-    table: dict[str, Any]
+    table: Mapping[str, Any]
     names: tuple[str, ...]
     library: Any = None
 
@@ -234,5 +234,8 @@ CELL = ContainerKind("cell", _read_cell, _one_by_one(_read_cell), sources.Attr)
 _write_globals = _one_by_one(_read_globals, *_TABLE, within=lambda used: used.table)
 GLOBALS = ContainerKind("globals", _read_globals, _write_globals, sources.of_module)
 FIELDS = ContainerKind("fields", _read_fields, _one_by_one(_read_fields, _put_field), sources.Attr)
+CLASS_VALUES = ContainerKind(
+    "class", _read_globals, _one_by_one(_read_globals, within=lambda used: used.library), sources.Method)
+USED = GLOBALS, CLASS_VALUES
 CLASS = ContainerKind("class", class_values, _one_by_one(class_values), sources.Method)
 TENSOR = ContainerKind("tensor", _read_tensor, _write_tensor, sources.Attr)

@@ -9,9 +9,11 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import CodeType, FunctionType
 from typing import Any
 
 from wholestep.capture.sources import Attr, Source, module
+from wholestep.errors import UnsupportedError
 
 
 class _Counted:
@@ -60,6 +62,21 @@ def new_objects() -> Iterator[Callable[[], set[int]]]:
             gc.unfreeze()
             _Counted.frozen = True
             _collect_when_due()
+
+
+def functions_of(code: CodeType) -> list[FunctionType]:
+    """The functions that have some code, looked for inside of `new_objects`; they are set aside with all others.
+
+    Raises:
+        UnsupportedError: there is none.
+    """
+    gc.unfreeze()
+    found = [held for held in gc.get_referrers(code) if isinstance(held, FunctionType) and held.__code__ is code]
+    gc.freeze()
+    if not found:
+        raise UnsupportedError(f"{code.co_qualname} runs in the step, and nothing that the step can see leads to it",
+                               "call it by a name", where=f"{code.co_filename}:{code.co_firstlineno}")
+    return found
 
 
 def _collect_when_due() -> None:

@@ -50,17 +50,18 @@ def hideable(owner: object, keys: Iterable[str]) -> frozenset[str]:
     return frozenset(keys) - _MODULE_KEYS if isinstance(owner, torch.nn.Module) else frozenset(keys)
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code, and that of functions nested in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+            yield from codes_in(constant)
 
 
 @functools.lru_cache(maxsize=8192)
 def global_names(code: types.CodeType) -> tuple[str, ...]:
     """The global variables that a function's code, or a function nested in it, reads or writes."""
-    return tuple(dict.fromkeys(str(i.argval) for inner in _codes(code) for i in dis.get_instructions(inner)
+    return tuple(dict.fromkeys(str(i.argval) for inner in codes_in(code) for i in dis.get_instructions(inner)
                                if i.opname in _GLOBAL_ACCESS))
 
 
@@ -74,10 +75,10 @@ def _formats_any(code: types.CodeType) -> bool:
 @functools.lru_cache(maxsize=8192)
 def named(code: types.CodeType) -> frozenset[str]:
     """Every name that code uses, and the strings in it, also in tuples: names (in patterns), or formats with names."""
-    held = [c for inner in _codes(code) for c in inner.co_consts]
+    held = [c for inner in codes_in(code) for c in inner.co_consts]
     strings = {c for c in itertools.chain(held, *(c for c in held if type(c) is tuple)) if isinstance(c, str)}
-    names = frozenset(itertools.chain(strings, *map(fields, strings), *(inner.co_names for inner in _codes(code))))
-    if not names.isdisjoint(_FORMATS) and any(_formats_any(inner) for inner in _codes(code)):
+    names = frozenset(itertools.chain(strings, *map(fields, strings), *(inner.co_names for inner in codes_in(code))))
+    if not names.isdisjoint(_FORMATS) and any(_formats_any(inner) for inner in codes_in(code)):
         names |= {"getattr"}
     if "builtins" in names or names.isdisjoint(_BUILT_IN):
         return names
@@ -91,7 +92,7 @@ def fields(text: str) -> list[str]:
 
 def imports(code: types.CodeType) -> bool:
     """Whether code imports modules, or may look them up."""
-    found = any(dis.opmap["IMPORT_NAME"] in inner.co_code[::2] for inner in _codes(code))
+    found = any(dis.opmap["IMPORT_NAME"] in inner.co_code[::2] for inner in codes_in(code))
     return found or not named(code).isdisjoint(("import_module", "__import__", "modules"))
 
 
@@ -112,6 +113,8 @@ class NamesRead:
 
     def __init__(self, names: Iterable[str] = ()) -> None:
         self.names: set[str] = {"forward", "__getattr__", *names}  # of modules, too
+        self.by_libraries: set[str] = set()  # attributes that code of packages reads
+        self.called: set[str] = set()  # and names of methods that it may call
         self._methods: list[tuple[str, types.CodeType]] = []
 
     def add(self, function: Any, method: str = "") -> None:
@@ -128,7 +131,7 @@ class NamesRead:
         while grown:
             waiting, self._methods = self._methods, []
             for name, code in waiting:
-                if name in self.names or (name.startswith("__") and name != "__init__"):
+                if name in self.names or name in self.called or (name.startswith("__") and name != "__init__"):
                     self.names |= named(code)
                 else:
                     self._methods.append((name, code))

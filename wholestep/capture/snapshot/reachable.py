@@ -115,6 +115,7 @@ class Reachable:
         owners: paths of objects whose tensors are no batch: modules, optimizers, the user's own.
         used_globals: globals met: id of the module's table, name.
         stand_ins: id of an object -> makes what stands in its place while the step is traced.
+        library_classes: classes of libraries that objects have, with where they are found.
         asking: globals of functions that ask for types, and the function by which they ask.
         hidden: attributes that no code named so far.
         trained: ids of the tensors that optimizers train.
@@ -137,6 +138,7 @@ class Reachable:
         self.numbers: list[NumberInput] = []
         self.owners: set[str] = set()
         self.used_globals: set[tuple[int, str]] = set()
+        self.library_classes: dict[type, Source] = {}
         self.asking: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         self.names_read = NamesRead()
         self.schedulers: list[tuple[LRScheduler, Source]] = []
@@ -169,7 +171,7 @@ class Reachable:
                               if type(inner) not in EXACT_PLAIN]
         if out_of_sight:
             self.hidden += [(container, key, self.child(container, key)) for key in contents if key in out_of_sight]
-        is_library = kind is kinds.GLOBALS and value.library is not None  # whose functions are compared by identity
+        is_library = kind in kinds.USED and value.library is not None  # whose functions are compared by identity
         self.queued.extend((contents[key], child) for key, child in container.children
                            if key not in container.ignored and not (is_library and callable(contents[key])))
         return container

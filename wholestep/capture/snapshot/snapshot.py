@@ -15,9 +15,10 @@ import torch
 from wholestep.capture.guards import guards as guarding
 from wholestep.capture.guards.compared_values import is_plain, memory
 from wholestep.capture.guards.guards import Guard
+from wholestep.capture.snapshot.called_code import CalledCode
 from wholestep.capture.snapshot.garbage_collection import no_collection
 from wholestep.capture.snapshot.reachable import TensorInput
-from wholestep.capture.snapshot.walk import begin, reachable, walk
+from wholestep.capture.snapshot.walk import begin, extend, reachable, walk
 from wholestep.capture.sources import Args, Attr, Call, Kwargs, Replacement, Root, Source, lineage
 from wholestep.capture.substitutes.substitutes import Substitutes
 from wholestep.torch_compat import HOOK_TABLES, set_versions
@@ -33,6 +34,7 @@ class Snapshot:
         names: settings and variables of the environment that the step is known to read.
         varying: paths of numbers that are inputs rather than guards.
         replace: gives the modules to trace in the place of others.
+        called: code that earlier captures have seen to run besides.
 
     Attributes:
         call: the function and its arguments.
@@ -52,11 +54,14 @@ class Snapshot:
     @no_collection()
     def __init__(self, fn: Callable[..., Any], args: Args = (), kwargs: Kwargs | None = None,
                  names: frozenset[str] = frozenset(), varying: frozenset[str] = frozenset(),
-                 replace: Replace | None = None, differentiable: bool = True) -> None:
+                 replace: Replace | None = None, differentiable: bool = True,
+                 called: CalledCode | None = None) -> None:
         call = self.call = Call(fn, tuple(args), dict(kwargs or {}))
         self.names, self.varying, self.replace = names, varying, replace
         self.differentiable = differentiable
-        self.reachable = reachable(call, names, varying)
+        self.called = CalledCode() if called is None else called
+        self._known = len(self.called)
+        self.reachable = reachable(call, names, varying, self.called)
         self.containers, self.tensors = self.reachable.containers, self.reachable.tensors
         self.numbers = self.reachable.numbers
         self.replaced: list[tuple[torch.nn.Module, torch.nn.Module]] = []
@@ -88,6 +93,16 @@ class Snapshot:
                     self.reachable.queue(new, Replacement(source))
         self.call = self.reachable.call = dataclasses.replace(self.call, replaced=modules)
         walk(self.reachable)
+
+    @no_collection()
+    def extend(self) -> bool:
+        """Takes in what code can see that was seen to run while the step was traced, once all is put back.
+
+        Returns:
+            False where the step has to be traced again, from a new snapshot.
+        """
+        self.called.settle()
+        return len(self.called) == self._known or extend(self.reachable, self.called)
 
     # what was found ------------------------------------------------------------------------------------
 

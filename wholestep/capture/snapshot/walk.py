@@ -8,18 +8,21 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from wholestep.capture.guards.compared_values import EXACT_PLAIN, NUMBERS
 from wholestep.capture.snapshot import container_kinds as kinds
+from wholestep.capture.snapshot.called_code import CalledCode, attributes_read
+from wholestep.capture.snapshot.code_handlers import add_class_values
 from wholestep.capture.snapshot.handlers import WAITING, handler
-from wholestep.capture.snapshot.names_read import ASKS_ANY
-from wholestep.capture.snapshot.reachable import NumberInput, Reachable
+from wholestep.capture.snapshot.names_read import ASKS_ANY, named
+from wholestep.capture.snapshot.reachable import Container, NumberInput, Reachable
 from wholestep.capture.snapshot.user_code import is_library, own
-from wholestep.capture.sources import Call, Source, argument
+from wholestep.capture.sources import Call, Source, Vars, argument, constant
+from wholestep.torch_compat import global_hooks
 
 _VARYING = (kinds.MAPPING, kinds.ATTRIBUTES, kinds.SLOTS, kinds.LIST, kinds.CELL, kinds.GLOBALS, kinds.MODULE)
 
@@ -46,15 +49,55 @@ def _arguments(call: Call) -> Iterator[tuple[Source, Any]]:
         yield argument(key, key), value
 
 
-def reachable(call: Call, names: Iterable[str] = (), varying: frozenset[str] = frozenset()) -> Reachable:
-    """All that a call can see, from its function and arguments on."""
+def reachable(call: Call, names: Iterable[str] = (), varying: frozenset[str] = frozenset(),
+              called: CalledCode | None = None) -> Reachable:
+    """All that a call can see, from its function and arguments on, and what other code can see that is known to run."""
     found = begin(call, names, varying)
-    walk(found)
-    if not found.names_read.settle().isdisjoint(ASKS_ANY):
-        _add_empty(found)
+    besides: list[Callable[..., Any]] = [*(called.functions if called else ()), *global_hooks().values()]
+    found.queued += [(function, constant(function)) for function in besides]
+    if called is not None:
+        _add_called(found, called)
+    _finish(found)
     if varying:
         _vary(found)
     return found
+
+
+def extend(found: Reachable, called: CalledCode) -> bool:
+    """Adds what code can see that was seen to run, to a walk of the same call.
+
+    Returns:
+        False where something would have had to be walked before the step ran.
+    """
+    _add_called(found, called)
+    if any(handler(type(container.before[key])) is not None  # type: ignore[arg-type]
+           for container, key, _ in _seen(found)):
+        return False
+    _finish(found)
+    return True
+
+
+def _add_called(found: Reachable, called: CalledCode) -> None:
+    read = found.names_read
+    for code in called.user.values():
+        read.names |= named(code)
+    for code, _ in called.codes.values():
+        read.by_libraries |= attributes_read(code)
+        read.called |= named(code)
+    for holder, names, source in called.of_libraries():
+        fresh = tuple(name for name in names if (id(holder), name) not in found.used_globals)
+        found.used_globals.update((id(holder), name) for name in fresh)
+        of_class = isinstance(holder, type)
+        if fresh:
+            used = kinds.UsedGlobals(vars(holder), fresh, holder)
+            found.add(used, source if of_class else Vars(source), kinds.CLASS_VALUES if of_class else kinds.GLOBALS)
+
+
+def _finish(found: Reachable) -> None:
+    walk(found)
+    if not found.names_read.settle().isdisjoint(ASKS_ANY):
+        _add_empty(found)
+    add_class_values(found)
 
 
 def begin(call: Call, names: Iterable[str] = (), varying: frozenset[str] = frozenset()) -> Reachable:
@@ -126,10 +169,15 @@ def _reveal(found: Reachable) -> bool:
     """Queues attributes whose names have come into use; True when there are any."""
     if not found.hidden:
         return False
-    names, anything = found.names_read.settle(), found.names_read.anything
-    seen = [entry for entry in found.hidden if anything or entry[1] in names]
-    found.hidden = [entry for entry in found.hidden if not (anything or entry[1] in names)]
+    seen = _seen(found)
+    found.hidden = [entry for entry in found.hidden if entry not in seen]
     for container, key, source in reversed(seen):
         container.ignored -= {key}
         found.queued.append((container.before[key], source))
     return bool(seen)
+
+
+def _seen(found: Reachable) -> list[tuple[Container, Any, Source]]:
+    """The hidden attributes whose names have come into use."""
+    names = found.names_read.settle() | found.names_read.by_libraries
+    return [entry for entry in found.hidden if found.names_read.anything or entry[1] in names]

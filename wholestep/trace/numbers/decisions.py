@@ -31,7 +31,7 @@ from wholestep.patches import suspended
 from wholestep.torch_compat import FakeTensor, OpOverload, below_autograd, lazy_graph_module, no_modes
 from wholestep.trace.numbers.symbolic_sizes import decided, hinted
 from wholestep.trace.record.inputs import Inputs, TracedInput
-from wholestep.trace.record.provenance import user_line
+from wholestep.trace.record.user_line import user_line
 
 aten = torch.ops.aten
 

@@ -33,7 +33,7 @@ from wholestep.trace.numbers.host_numbers import HostNode, make_host
 from wholestep.trace.numbers.symbolic_sizes import decided, is_size
 from wholestep.trace.record.caught_errors import is_caught
 from wholestep.trace.record.inputs import Inputs
-from wholestep.trace.record.provenance import user_line
+from wholestep.trace.record.user_line import user_line
 
 aten = torch.ops.aten
 

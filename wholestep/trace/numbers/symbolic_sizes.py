@@ -17,7 +17,7 @@ from wholestep.fake_layouts import strict_fake_mode
 from wholestep.nested import map_leaves
 from wholestep.sizes import function_of
 from wholestep.torch_compat import FakeTensor, ShapeEnvironment, expression_of, size_symbol
-from wholestep.trace.record.provenance import user_line
+from wholestep.trace.record.user_line import user_line
 
 
 def is_made(value: object) -> bool:

@@ -47,8 +47,8 @@ from wholestep.trace.numbers.symbolic_sizes import is_host, is_made
 from wholestep.trace.operators.tables import ESCAPES, MEMORY_READS
 from wholestep.trace.patches.by_operators import BY_OPERATORS, COMPRESSED
 from wholestep.trace.record.caught_errors import is_caught
-from wholestep.trace.record.provenance import user_line
 from wholestep.trace.record.recorder import Recorder
+from wholestep.trace.record.user_line import user_line
 
 GET, SET, DELETE = (getattr(torch.Tensor.grad, name) for name in ("__get__", "__set__", "__delete__"))  # type: ignore[attr-defined]
 _OWN = f"{__name__.partition('.')[0]}."

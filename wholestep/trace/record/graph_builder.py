@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -18,7 +19,8 @@ from wholestep.torch_compat import below_autograd, no_modes, sequence_number
 from wholestep.trace.functionalize.aliases import Ref, new_root
 from wholestep.trace.numbers.symbolic_sizes import Sizes, held
 from wholestep.trace.outputs.leaks import Watch
-from wholestep.trace.record.provenance import Provenance, user_line
+from wholestep.trace.record.provenance import Provenance
+from wholestep.trace.record.user_line import user_line
 
 
 class GraphBuilder:
@@ -76,12 +78,13 @@ class GraphBuilder:
         if self.replayed is not None:
             return replace(self.replayed, value=value)
         place = self.provenance
+        line = user_line() if place.called is None else place.called.line(sys._getframe(1))
         seq = place.seq()
         if seq is None:
             seq, module = self.note_module(), place.module()
         else:
             module = place.module_of_seq.get(seq, "")
-        return NodeInfo(value, place.phase(), seq, user_line(), module)
+        return NodeInfo(value, place.phase(), seq, line, module)
 
     def placeholder(self, source: Any, kind: InputKind, value: Any, **wrapped: Any) -> fx.Node:
         """A new input of the graph, after those there are."""

@@ -2,50 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from wholestep.capture.snapshot.user_code import is_library, is_system
 from wholestep.errors import UnsupportedError
 from wholestep.ir import Phase
 from wholestep.torch_compat import TorchDispatchMode, current_autograd_node, is_inside, node_sequence_number
-
-
-def user_line() -> str:
-    """``file:line`` of the innermost frame of the user's code, and of the library's that it called, if it is in one."""
-    frame: FrameType | None = sys._getframe(1)
-    library = ""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        if not is_system(name) and name != "<string>":
-            if not is_library(name):
-                return _joined(f"{name}:{frame.f_lineno}", library)
-            library = library or f"{name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return library
-
-
-def line_of(error: BaseException) -> str:
-    """The same for the frames that an error came through, and if none is the user's for those that call now."""
-    user = library = ""
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        name = frame.f_code.co_filename
-        if not is_system(name) and name != "<string>":
-            user, library = (user, f"{name}:{number}") if is_library(name) else (f"{name}:{number}", "")
-    return _joined(user or user_line(), library)
-
-
-def _joined(user: str, library: str) -> str:
-    return f"{user} (in {library})" if user and library else user or library
+from wholestep.trace.record.running_code import RunningCode
+from wholestep.trace.record.user_line import user_line
 
 
 class Provenance:
@@ -59,6 +29,7 @@ class Provenance:
 
     Attributes:
         mode: the recorder, once there is one.
+        called: looks at the code that calls operators, while a step is traced.
     """
 
     def __init__(self, names: dict[int, str], refused: Mapping[tuple[str, str], str] | None = None) -> None:
@@ -69,6 +40,7 @@ class Provenance:
         self.module_of_seq: dict[int, str] = {}
         self._thread = threading.get_ident()
         self.mode: TorchDispatchMode | None = None
+        self.called: RunningCode | None = None
 
     def is_here(self) -> bool:
         """True in the thread that traces, and in those that the autograd engine lends it."""

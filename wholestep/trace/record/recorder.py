@@ -90,7 +90,7 @@ class Recorder(TorchDispatchMode):
         self.numbers.forget()
         self.hooked.clear()
         del self.inputs.on_new  # a method of what holds the inputs: without the cycle, all of this goes at once
-        self.builder.provenance.mode = None
+        self.builder.provenance.mode = self.builder.provenance.called = None
 
     # -- dispatch --------------------------------------------------------------------------------------
 

@@ -25,8 +25,10 @@ from wholestep.trace.patches.function_mode import ReplacedGradients, TorchCalls
 from wholestep.trace.patches.python_patches import patched_python
 from wholestep.trace.record.finish import Differentiate, SharedMemory, Traced, finish
 from wholestep.trace.record.inputs import TracedInput
-from wholestep.trace.record.provenance import Provenance, line_of
+from wholestep.trace.record.provenance import Provenance
 from wholestep.trace.record.recorder import Recorder
+from wholestep.trace.record.running_code import RunningCode
+from wholestep.trace.record.user_line import line_of
 
 MAKES_SUBCLASS = "make it outside of the step, and pass it the plain tensor"
 
@@ -59,9 +61,10 @@ def trace_step(
 
     Raises:
         CaptureError: the step cannot be captured. Anything the step itself raises passes unchanged.
-        SharedMemory, ReentrantCheckpoint: restore the world and try again.
+        SharedMemory, ReentrantCheckpoint, UnmetCode: restore the world and try again.
     """
     recorder = Recorder(world, Provenance(world.module_names()), shared, decides, sizes, outcomes)
+    called = recorder.builder.provenance.called = RunningCode(world, _recorded.__code__)
     if sizes is not None:
         wanted = sizes.among(world.sizable())
         fakes = {id(found.tensor): recorder.inputs.with_symbolic_sizes(found) for found in wanted}
@@ -69,10 +72,13 @@ def trace_step(
     if begin is not None:
         begin(recorder)
     try:
-        return _recorded(recorder, fn, args, kwargs, differentiate, reentrant)
+        traced = _recorded(recorder, fn, args, kwargs, differentiate, reentrant)
+        called.done()
+        return traced
     except BaseException:
         empty_caches(frozen=True)
         failed.watch = recorder.builder.watch
+        called.done()  # whatever else came of it
         raise
     finally:
         recorder.forget()

@@ -1,0 +1,276 @@
+"""Code that libraries call, and what they read of the user's: a change between two calls is seen, as eager sees it."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import copyreg
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils import _pytree
+
+import wholestep as ws
+
+LIBRARY = """
+import torch
+
+LEVEL, TABLE, calls, cache, REGISTRY = 1.0, {"scale": 1.0}, 0, {}, {}
+
+def by_attribute(x, owner): return (x * 1) * owner.scale
+def by_method(x, owner): return (x * 1) * owner.factor()
+def by_getattr(x, owner): return (x * 1) * getattr(owner, "scale", 2.0)
+def by_variable(x): return (x * 1) * LEVEL
+def by_table(x): return (x * 1) * TABLE["scale"]
+def helper(x): return x * 1
+def by_helper(x): return helper(x * 1)
+def by_registry(x): return REGISTRY["mine"](x * 1)
+
+class Settings:
+    scale = 1.0
+
+def by_class(x): return (x * 1) * Settings.scale
+
+class Scaled(torch.nn.Module):
+    note = 1.0
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def forward(self, x): return (x * 1) * self.config.scale * self.note
+
+def counting(x):
+    global calls
+    y = x * 1
+    calls += 1
+    cache[calls % 2] = calls
+    return y
+"""
+STATE = {"scale": 1.0}
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.scale, self._hidden = 1.0, 1.0
+
+    def factor(self) -> float:
+        return self._hidden
+
+
+class Slotted:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+
+class Box:
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+
+class Copied(Box):
+    pass
+
+
+_pytree.register_pytree_node(Box, lambda box: ([box.held * STATE["scale"]], None), lambda held, _: Box(*held))
+copyreg.pickle(Copied, lambda box: (Copied, (box.held * STATE["scale"],)))  # type: ignore[arg-type,return-value]
+
+
+@torch.library.custom_op("wholestep_tests::scaled_square", mutates_args=())
+def square(x: Tensor) -> Tensor:
+    return x * x
+
+
+@square.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _gradient(context: Any, gradient: Tensor) -> Tensor:
+    return gradient * 2 * context.saved_tensors[0] * STATE["scale"]
+
+
+square.register_autograd(_gradient, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]))
+KERNELS = torch.library.Library("wholestep_called", "DEF")
+KERNELS.define("scaled(Tensor x) -> Tensor")
+KERNELS.impl("scaled", lambda x: x * STATE["scale"], "CompositeImplicitAutograd")
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    place = tmp_path / "site-packages" / "called_library.py"
+    place.parent.mkdir()
+    place.write_text(LIBRARY)
+    monkeypatch.syspath_prepend(place.parent)
+    sys.modules.pop("called_library", None)
+    yield importlib.import_module("called_library")
+    del sys.modules["called_library"]
+
+
+def _equal(step: Callable[[Tensor], Tensor], change: Callable[[float], Any]) -> None:
+    """Calls with values that change: results are eager's, and there is one more capture, where they do."""
+    captures = []
+    for form in (step, ws.compile(step, fullgraph=True)):
+        found = []
+        for value in (1.0, 1.0, 3.0, 3.0):
+            change(value)
+            found.append(form(torch.ones(2)).tolist())
+        captures.append(found)
+    change(1.0)
+    assert captures[0] == captures[1]
+    assert captures[0][1] != captures[0][2], "the change is none"
+    assert len(form.recompiles) == 1  # type: ignore[attr-defined]
+
+
+OWNERS = {"object": Plain, "slots": Slotted, "module": Model}
+
+
+@pytest.mark.parametrize("owner", OWNERS)
+@pytest.mark.parametrize("function", ["by_attribute", "by_getattr"])
+def test_attributes_that_a_library_reads(library: ModuleType, owner: str, function: str) -> None:
+    held, read = OWNERS[owner](), getattr(library, function)
+    _equal(lambda x: read(x, held), lambda value: setattr(held, "scale", value))
+
+
+def test_methods_that_a_library_calls(library: ModuleType) -> None:
+    held = Plain()
+    _equal(lambda x: library.by_method(x, held), lambda value: setattr(held, "_hidden", value))
+
+
+def test_a_configuration_that_a_librarys_module_holds(library: ModuleType) -> None:
+    config = Plain()
+    model = library.Scaled(config)
+    _equal(lambda x: model(x), lambda value: setattr(config, "scale", value))
+
+
+@pytest.mark.parametrize("function", ["by_variable", "by_table", "by_class", "by_helper", "by_registry"])
+def test_variables_of_a_library(library: ModuleType, function: str) -> None:
+    def change(value: float) -> None:
+        library.LEVEL = library.TABLE["scale"] = library.Settings.scale = value
+        library.helper = first if value == 1 else second
+        library.REGISTRY["mine"] = library.helper
+
+    first, second = library.helper, lambda x: x * 3
+    read = getattr(library, function)
+    _equal(lambda x: read(x), change)
+
+
+def test_values_set_on_a_librarys_class(library: ModuleType) -> None:
+    model = library.Scaled(Plain())
+    _equal(lambda x: model(x), lambda value: setattr(library.Scaled, "note", value))
+
+
+def test_what_a_library_counts_and_keeps_for_itself_is_no_guard(library: ModuleType) -> None:
+    step = ws.compile(lambda x: library.counting(x), fullgraph=True)
+    for calls in range(4):
+        step(torch.ones(2))
+        library.calls += 10 * calls
+    assert step.recompiles == []
+
+
+STEPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a Python kernel": lambda x: torch.ops.wholestep_called.scaled(x),
+    "a node of pytrees": lambda x: _pytree.tree_map(lambda t: t + 1, Box(x)).held,
+    "how a class is copied": lambda x: x * copy.copy(Copied(1.0)).held,
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_functions_that_torch_and_python_keep(name: str) -> None:
+    _equal(STEPS[name], lambda value: STATE.update(scale=value))
+
+
+def test_the_formula_of_a_custom_operator() -> None:
+    def step(x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        square(x).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    _equal(step, lambda value: STATE.update(scale=value))
+
+
+HOOKS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "forward": (modules.register_module_forward_hook, lambda module, given, found: found * STATE["scale"]),
+    "pre": (modules.register_module_forward_pre_hook, lambda module, given: (given[0] * STATE["scale"],)),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_of_all_modules(name: str) -> None:
+    model, (register, hook) = nn.Linear(2, 1), HOOKS[name]
+    handle = register(hook)
+    try:
+        _equal(lambda x: model(x), lambda value: STATE.update(scale=value))
+    finally:
+        handle.remove()
+
+
+def test_hooks_of_all_optimizers_and_what_they_count() -> None:
+    counts: list[int] = []
+
+    def hook(optimizer: Any, *_: Any) -> None:
+        counts[0] += 1
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad *= STATE["scale"]
+
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+
+    def step(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        (weight * x).sum().backward()
+        optimizer.step()
+        return weight.detach() * 1
+
+    def change(value: float) -> None:
+        STATE["scale"] = value
+
+    handle = register_optimizer_step_pre_hook(hook)
+    try:
+        for form in (step, ws.compile(step, fullgraph=True)):
+            counts[:] = [0]
+            with torch.no_grad():
+                weight.fill_(1)
+            found = []
+            for value in (1.0, 1.0, 3.0):
+                change(value)
+                found.append(form(torch.ones(2)).tolist())
+            results = (found, counts[0])
+            if form is step:
+                expected = results
+        assert results == expected
+    finally:
+        handle.remove()
+        change(1.0)
+
+
+def test_classes_that_are_registered_with_an_abstract_one() -> None:
+    class Abstract(abc.ABC):  # noqa: B024
+        pass
+
+    class Other:
+        pass
+
+    other = Other()
+    step = ws.compile(lambda x: x * (2 if isinstance(other, Abstract) else 1), fullgraph=True)
+    assert step(torch.ones(1)) == 1
+    Abstract.register(Other)
+    assert step(torch.ones(1)) == 2

@@ -1,0 +1,120 @@
+"""Code that runs in a step besides what its function and arguments lead to: what it reads is guarded, too.
+
+Libraries keep functions of the user's in tables of their own and call them: formulas of custom operators, attention
+functions. And code of installed packages reads attributes of the user's objects, and its own variables. Such code is
+known once it has run, so a step has it from its first capture on. Torch and the standard library are not looked at.
+"""
+
+from __future__ import annotations
+
+import copy
+import dis
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from wholestep.capture import sources
+from wholestep.capture.guards.compared_values import is_data
+from wholestep.capture.snapshot.names_read import ASKS_ANY, codes_in, named
+from wholestep.capture.snapshot.user_code import origin
+from wholestep.patches import original
+
+Table = dict[str, Any]
+_METHOD_FLAG = sys.version_info >= (3, 12)  # of LOAD_ATTR, where a method is called
+
+
+@dataclass(eq=False)
+class CalledCode:
+    """What captures of one step have seen to run.
+
+    Attributes:
+        functions: the user's, which nothing else in reach of the step leads to.
+        codes: code of installed packages, by its id, with its module's variables.
+        user: code of the user's that ran.
+        changing: variables that a step itself sets: by id of what holds them and name, with that.
+    """
+
+    functions: list[Callable[..., Any]] = field(default_factory=list)
+    codes: dict[int, tuple[CodeType, Table]] = field(default_factory=dict)
+    user: dict[int, CodeType] = field(default_factory=dict)
+    changing: dict[tuple[int, str], Any] = field(default_factory=dict)
+    _seen: list[tuple[Any, str, Any]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.functions) + len(self.codes) + len(self.user)
+
+    def note(self, code: CodeType, table: Table) -> None:
+        """Takes note of code of a package when it first runs, and of what it is about to read."""
+        self.codes[id(code)] = code, table
+        for holder, names, _ in _holders(code, table):
+            self._seen += [(holder, name, copy.copy(original(holder, name))) for name in names]
+
+    def settle(self) -> None:
+        """At the end of a capture: leaves out what has changed since, which a package counts or keeps for itself."""
+        for holder, name, before in self._seen:
+            now = original(holder, name) if name in vars(holder) else None
+            if type(now) is not type(before) or not bool(now is before or now == before):
+                self.changing[id(holder), name] = holder
+        self._seen.clear()
+
+    def of_libraries(self) -> Iterator[tuple[Any, tuple[str, ...], sources.Source]]:
+        """What holds variables that code of packages reads, their names there, and its source."""
+        met = set(self.changing)
+        for code, table in self.codes.values():
+            for holder, names, source in _holders(code, table):
+                fresh = tuple(name for name in names if (id(holder), name) not in met)
+                met.update((id(holder), name) for name in fresh)
+                if fresh:
+                    yield holder, fresh, source
+
+
+def _holders(code: CodeType, table: Table) -> Iterator[tuple[Any, tuple[str, ...], sources.Source]]:
+    """Modules, classes and objects of packages that code names, and what it names there: plain values, functions."""
+    module = sys.modules.get(str(table.get("__name__")))
+    if module is None or vars(module) is not table:
+        return
+    todo: list[tuple[Any, sources.Source]] = [(module, sources.module(module.__name__))]
+    names, met = named(code), set[int]()
+    while todo:
+        holder, source = todo.pop()
+        if id(holder) in met or not _is_installed(holder):
+            continue
+        met.add(id(holder))
+        found = {name: original(holder, name) for name in sorted(names & vars(holder).keys())}
+        yield holder, tuple(name for name, value in found.items() if _is_compared(value)), source
+        below = source if isinstance(holder, type) else sources.Vars(source)
+        step = sources.Method if isinstance(holder, type) else sources.Item
+        todo += [(value, step(below, name)) for name, value in found.items()]
+
+
+def _is_compared(value: Any) -> bool:
+    """Whether a guard can compare a variable: plain values, functions and tables of these."""
+    if type(value) is dict:
+        return all(map(_is_compared, value.values()))
+    return is_data(value) or type(value) is FunctionType
+
+
+def _is_installed(holder: Any) -> bool:
+    """Whether an object has a table of attributes, and is of an installed package."""
+    if not isinstance(holder, (type, ModuleType)) and type(getattr(holder, "__dict__", None)) is not dict:
+        return False
+    owner = holder if isinstance(holder, (type, ModuleType)) else type(holder)
+    name = owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return bool(file) and origin(str(file)) == "installed"
+
+
+@functools.lru_cache(maxsize=8192)
+def attributes_read(code: CodeType) -> frozenset[str]:
+    """The attributes that code reads by name, strings given to `getattr` among them; not methods that it calls."""
+    found: set[str] = set()
+    for inner in codes_in(code):
+        for step in dis.get_instructions(inner):
+            if step.opname == "LOAD_ATTR" and not (_METHOD_FLAG and (step.arg or 0) & 1):
+                found.add(step.argval)
+        if "getattr" in inner.co_names:
+            found.update(value for value in inner.co_consts if isinstance(value, str))
+    return frozenset(found) - ASKS_ANY
