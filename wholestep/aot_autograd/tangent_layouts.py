@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from wholestep.aot_autograd.partition import Partitioned
+from wholestep.errors import UnsupportedError
 from wholestep.fake_evaluate import evaluate
 from wholestep.functional import OFFSETS
 from wholestep.ir import GETITEM, NodeInfo, StepGraph, check, copy_graph, copy_node, dead_code, info, set_info
@@ -71,25 +72,25 @@ class CannotSpecializeError(Exception):
     """The graph holds for the layouts alone that it was traced with."""
 
 
-def reads_by_memory(halves: Partitioned) -> bool:
-    """Whether a backward counts elements from where the memory of a tangent starts, as `as_strided_scatter`'s does."""
-    tangents = set(halves.backward.placeholders[len(halves.saved) :])
-    return any(_counted(node) in tangents for node in halves.backward.graph.nodes)
+def refuse_reads_by_memory(halves: Partitioned) -> None:
+    """Refuses a backward that counts elements from where the memory of a tangent starts.
+
+    Raises:
+        UnsupportedError: as `as_strided_scatter`'s does.
+    """
+    tangents = halves.backward.placeholders[len(halves.saved) :]
+    for node in halves.backward.graph.nodes:
+        offset = node.target in OFFSETS and len(node.args) > OFFSETS[node.target]
+        if offset and _base_and_views(node.args[0])[0] in tangents:
+            what = f"the backward of a result, {node.target}, reads by where its gradient begins in memory"
+            raise UnsupportedError(what, "call backward() inside of the function", where=info(node).where)
 
 
-def _counted(node: fx.Node) -> fx.Node | None:
-    """What an operator counts an offset from, views aside."""
-    if node.target not in OFFSETS or len(node.args) <= OFFSETS[node.target]:
-        return None
-    return _base_and_views(node.args[0])[0]  # type: ignore[arg-type]
-
-
-def specialized(halves: Partitioned, strides: Sequence[Strides], offsets: Sequence[int] = ()) -> SpecializedBackward:
+def specialized(halves: Partitioned, strides: Sequence[Strides]) -> SpecializedBackward:
     """The backward for tangents of certain strides.
 
     Args:
         strides: one for each of `Partitioned.tangents`.
-        offsets: their storage offsets, where `reads_by_memory`.
 
     Raises:
         CannotSpecializeError: it can only be given copies in the layouts that it was traced with.
@@ -97,8 +98,7 @@ def specialized(halves: Partitioned, strides: Sequence[Strides], offsets: Sequen
     old = halves.backward
     tangents = old.placeholders[len(halves.saved) :]
     mode = info(old.placeholders[-1]).value.fake_mode
-    places = dict(zip(tangents, offsets, strict=True)) if offsets else {}
-    made = _Specializer(mode, dict(zip(tangents, strides, strict=True)), places)
+    made = _Specializer(mode, dict(zip(tangents, strides, strict=True)))
     with no_modes(), torch.autocast("cpu", enabled=False):
         for node in old.graph.nodes:
             if node.op != "output":
@@ -165,10 +165,8 @@ class _Specializer:
         late: nodes of the old graph that follow from tangents.
     """
 
-    def __init__(
-        self, mode: FakeTensorMode, strides: Mapping[fx.Node, Strides], offsets: Mapping[fx.Node, int]
-    ) -> None:
-        self.mode, self.graph, self.strides, self.offsets = mode, fx.Graph(), strides, offsets
+    def __init__(self, mode: FakeTensorMode, strides: Mapping[fx.Node, Strides]) -> None:
+        self.mode, self.graph, self.strides = mode, fx.Graph(), strides
         self.nodes: dict[fx.Node, fx.Node] = {}
         self.late: set[fx.Node] = set(strides)
 
@@ -193,12 +191,6 @@ class _Specializer:
             self._again(node)
         else:
             self.nodes[node] = copy_node(self.graph, node, self.nodes.__getitem__)
-            base = _counted(node) if self.offsets else None
-            if base in self.offsets:  # a graph counts from the operand's first element, eager from the memory's
-                place = OFFSETS[node.target]  # type: ignore[index]
-                args = list(self.nodes[node].args)
-                args[place] -= self.offsets[base]  # type: ignore[operator,index]
-                self.nodes[node].args = tuple(args)
 
     def _tangent(self, node: fx.Node, stride: Strides) -> None:
         if stride is not None:

@@ -14,7 +14,7 @@ from wholestep.aot_autograd.tangent_layouts import (
     Result,
     SpecializedBackward,
     Strides,
-    reads_by_memory,
+    refuse_reads_by_memory,
     specialized,
     without_last_views,
 )
@@ -74,8 +74,7 @@ class Backward:
         saved: where each saved value is found once the forward has run: ("input" | "output", index).
         lower: makes a program of a backward graph.
         exact: whether tangents are read as they are, as in eager; else copied into the layout that was traced.
-        served: strides of the tangents (None for one that is None) -> the program for them; with storage offsets,
-            where it depends on these.
+        served: strides of the tangents (None for one that is None) -> the program for them.
         reasons: why more than one was made.
     """
 
@@ -87,6 +86,7 @@ class Backward:
     reasons: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        refuse_reads_by_memory(self.halves)
         values = [info(node).value for node in self.halves.backward.placeholders[len(self.saved) :]]
         self._traced = tuple((tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
         if not self.exact:
@@ -105,26 +105,19 @@ class Backward:
         """The program for tangents as they were traced."""
         return self.first.run
 
-    @cached_property
-    def by_memory(self) -> bool:
-        """Whether it depends on the storage offsets of tangents."""
-        return reads_by_memory(self.halves)
+    def serve(self, strides: tuple[Strides, ...]) -> Served:
+        """The program for tangents of these strides; made if there is none."""
+        found = self.served.get(strides)
+        return found if found is not None else self._made(strides)
 
-    def serve(self, strides: tuple[Strides, ...], offsets: tuple[int, ...] = ()) -> Served:
-        """The program for tangents of these strides, and of these storage offsets; made if there is none."""
-        offsets = offsets if any(offsets) else ()
-        found = self.served.get((strides, offsets) if offsets else strides)
-        return found if found is not None else self._made(strides, offsets)
-
-    def _made(self, strides: tuple[Strides, ...], offsets: tuple[int, ...]) -> Served:
+    def _made(self, strides: tuple[Strides, ...]) -> Served:
         plain = tuple([self._plain(place, stride) for place, stride in enumerate(strides)])
-        found = self._anew(plain, offsets) if offsets else None  # None where eager would copy them first
-        found = found or self._known(plain)
+        found = self._known(plain)
         if found is None and self.exact and len(self.reasons) < MAX_LAYOUTS:
             found = self._anew(plain)
         found = found or self._copied(plain)
         if len(self.served) < 4 * MAX_LAYOUTS:
-            self.served[(strides, offsets) if offsets else strides] = found
+            self.served[strides] = found
         return found
 
     def _known(self, strides: tuple[Strides, ...]) -> Served | None:
@@ -157,13 +150,11 @@ class Backward:
             run = self.lower(made.graph)
         return Served(made.graph, run, made.results, plain=list(made.results) == plain)
 
-    def _anew(self, strides: tuple[Strides, ...], offsets: tuple[int, ...] = ()) -> Served | None:
+    def _anew(self, strides: tuple[Strides, ...]) -> Served | None:
         try:
-            served = self._lowered(specialized(self.halves, strides, offsets))
+            served = self._lowered(specialized(self.halves, strides))
         except CannotSpecializeError:
             return None
-        if offsets:
-            return served
         self.served[strides] = served
         differing = [
             f"gradient of output {output}: expected strides {list(traced)}, "
