@@ -55,19 +55,6 @@ class Result:
     views: tuple[tuple[Any, tuple[Any, ...], int | None], ...] = ()
 
 
-@dataclass(frozen=True)
-class SpecializedBackward:
-    """A backward graph for tangents of certain strides.
-
-    Attributes:
-        graph: the saved values, then the tangents that are given -> the gradients that follow from them.
-        results: where these are found.
-    """
-
-    graph: StepGraph
-    results: tuple[Result, ...]
-
-
 class CannotSpecializeError(Exception):
     """The graph holds for the layouts alone that it was traced with."""
 
@@ -86,8 +73,11 @@ def refuse_reads_by_memory(halves: Partitioned) -> None:
             raise UnsupportedError(what, "call backward() inside of the function", where=info(node).where)
 
 
-def specialized(halves: Partitioned, strides: Sequence[Strides]) -> SpecializedBackward:
+def specialized(halves: Partitioned, strides: Sequence[Strides]) -> tuple[StepGraph, list[int]]:
     """The backward for tangents of certain strides.
+
+    Returns:
+        The saved values, then the tangents that are given -> the gradients that follow from them; which these are.
 
     Args:
         strides: one for each of `Partitioned.tangents`.
@@ -108,39 +98,40 @@ def specialized(halves: Partitioned, strides: Sequence[Strides]) -> SpecializedB
     given = [i for node, i in zip(old.placeholders, old.signature.inputs, strict=True) if node in made.nodes]
     signature = replace(old.signature, inputs=given, n_outputs=len(outputs))
     step = StepGraph(lazy_graph_module(old.gm, made.graph), signature, old.stage)
-    results = tuple(Result(place, index) for index, place in enumerate(outputs))
-    return SpecializedBackward(check(dead_code(step), "partition"), results)
+    return check(dead_code(step), "partition"), [*outputs]
 
 
-def without_last_views(halves: Partitioned, found: SpecializedBackward) -> SpecializedBackward:
+def without_last_views(
+    halves: Partitioned, backward: StepGraph, places: Sequence[int]
+) -> tuple[StepGraph, list[Result]]:
     """A backward whose gradients with repeated elements, or gaps, are made when it has run, as views of what it gives.
 
     A program's outputs are dense memory of their own; to nodes of eager's before it, that is another layout.
     """
-    tangents = {node: i for i, node in enumerate(found.graph.placeholders[len(halves.saved) :])}
+    tangents = {node: i for i, node in enumerate(backward.placeholders[len(halves.saved) :])}
     results: list[Result] = []
     outputs: list[fx.Node] = []
     seen: dict[fx.Node, int] = {}
-    for result, node in zip(found.results, found.graph.outputs, strict=True):
+    for place, node in zip(places, backward.outputs, strict=True):
         base, views = _base_and_views(node)
         value = info(node).value
         plain = value.layout != torch.strided or Geometry.of(value).is_dense
         if base not in tangents and (base.op != "call_function" or plain):
             base, views = node, ()
         if base in tangents:
-            results.append(Result(result.place, None, tangents[base], views))
+            results.append(Result(place, None, tangents[base], views))
             continue
         if not views or base not in seen:  # two gradients of one value are two tensors, but for views of it
             seen |= {base: len(outputs)} if views else {}
             outputs.append(base)
-        results.append(Result(result.place, seen[base] if views else len(outputs) - 1, None, views))
-    if outputs == found.graph.outputs:
-        return replace(found, results=tuple(results))
-    graph, copies = copy_graph(found.graph.graph.nodes)
+        results.append(Result(place, seen[base] if views else len(outputs) - 1, None, views))
+    if outputs == backward.outputs:
+        return backward, results
+    graph, copies = copy_graph(backward.graph.nodes)
     graph.output_node().args = (tuple(copies[node] for node in outputs),)
-    signature = replace(found.graph.signature, n_outputs=len(outputs))
-    step = StepGraph(lazy_graph_module(found.graph.gm, graph), signature, found.graph.stage)
-    return SpecializedBackward(check(dead_code(step), "partition"), tuple(results))
+    signature = replace(backward.signature, n_outputs=len(outputs))
+    step = StepGraph(lazy_graph_module(backward.gm, graph), signature, backward.stage)
+    return check(dead_code(step), "partition"), results
 
 
 def _base_and_views(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...]]:

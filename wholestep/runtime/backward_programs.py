@@ -12,7 +12,6 @@ from wholestep.aot_autograd import Partitioned
 from wholestep.aot_autograd.tangent_layouts import (
     CannotSpecializeError,
     Result,
-    SpecializedBackward,
     Strides,
     refuse_reads_by_memory,
     specialized,
@@ -48,7 +47,7 @@ class Served:
 
     graph: StepGraph
     run: Run
-    results: tuple[Result, ...]
+    results: list[Result]
     layouts: tuple[Layout | None, ...] | None = None
     plain: bool = False
     consume: Callable[[list[Any]], Sequence[Any]] = field(init=False)
@@ -95,8 +94,7 @@ class Backward:
     @cached_property
     def first(self) -> Served:
         """The program for tangents as they were traced, made when it is asked for."""
-        results = tuple([Result(place, place) for place in range(len(self.halves.backward.outputs))])
-        made = self._lowered(SpecializedBackward(self.halves.backward, results))
+        made = self._lowered(self.halves.backward, range(len(self.halves.backward.outputs)))
         self.served[self.traced(self._traced)] = made
         return made
 
@@ -108,9 +106,8 @@ class Backward:
     def serve(self, strides: tuple[Strides, ...]) -> Served:
         """The program for tangents of these strides; made if there is none."""
         found = self.served.get(strides)
-        return found if found is not None else self._made(strides)
-
-    def _made(self, strides: tuple[Strides, ...]) -> Served:
+        if found is not None:
+            return found
         plain = tuple([self._plain(place, stride) for place, stride in enumerate(strides)])
         found = self._known(plain)
         if found is None and self.exact and len(self.reasons) < MAX_LAYOUTS:
@@ -143,16 +140,17 @@ class Backward:
         size, traced, *_ = self._traced[place]
         return tuple([t if n == 1 else s for n, s, t in zip(size, stride, traced, strict=True)])
 
-    def _lowered(self, made: SpecializedBackward) -> Served:
-        made = without_last_views(self.halves, made) if self.exact else made
+    def _lowered(self, graph: StepGraph, places: Sequence[int]) -> Served:
+        results = [Result(place, index) for index, place in enumerate(places)]
+        if self.exact:
+            graph, results = without_last_views(self.halves, graph, places)
         plain = [Result(place, place) for place in range(len(self.halves.backward.outputs))]
         with suspended(), no_modes():  # in a backward that is traced, too
-            run = self.lower(made.graph)
-        return Served(made.graph, run, made.results, plain=list(made.results) == plain)
+            return Served(graph, self.lower(graph), results, plain=results == plain)
 
     def _anew(self, strides: tuple[Strides, ...]) -> Served | None:
         try:
-            served = self._lowered(specialized(self.halves, strides))
+            served = self._lowered(*specialized(self.halves, strides))
         except CannotSpecializeError:
             return None
         self.served[strides] = served
