@@ -29,7 +29,7 @@ from wholestep.lower import Backend, lower
 from wholestep.lower.plan.peak_memory import fullest
 from wholestep.override import Override
 from wholestep.passes import transformed
-from wholestep.runtime import Backward, Entry, Program, donated_inputs, saved_places
+from wholestep.runtime import Backward, Entry, Program, donated_inputs
 from wholestep.spmd import PlanExecutor, shard_inputs
 from wholestep.tensor_parts import say_parts
 from wholestep.trace import Traced
@@ -243,7 +243,7 @@ def _partitioned(step: StepGraph, traced: Traced, options: Options) -> Program:
     behind = options.backward or options.backend
     forward = lower(halves.forward, options.backend)
     made = functools.partial(lower, backend=behind)
-    backward = Backward(halves, saved_places(joint, halves), made, behind in EXACT)
+    backward = Backward(halves, made, behind in EXACT)
     return Program(step, forward, backward)
 
 

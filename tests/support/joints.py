@@ -12,7 +12,6 @@ from wholestep.autograd import Joint, Partitioned
 from wholestep.capture_call import capture
 from wholestep.ir import info
 from wholestep.lower import lower
-from wholestep.runtime import saved_places
 
 Function = Callable[..., Sequence[Tensor]]
 
@@ -32,6 +31,6 @@ def run_halves(joint: Joint, parts: Partitioned, inputs: Sequence[Tensor], backe
     """Forward, then backward on what it saved: results with new values of inputs, and gradients."""
     forward, backward = lower(parts.forward, backend), lower(parts.backward, backend)
     found = {"input": inputs, "output": forward(*inputs)}
-    saved = [found[place][index] for place, index in saved_places(joint, parts)]
+    saved = [found[place][index] for place, index in parts.places]
     tangents = [torch.ones(info(joint.tangents[i]).value.shape) for i in parts.tangents]
     return found["output"][: joint.n_forward], backward(*saved, *tangents)

@@ -90,6 +90,13 @@ class Partitioned:
     saved: list[str]
     tangents: list[int]
 
+    @property
+    def places(self) -> list[tuple[str, int]]:
+        """Where each saved value is found once the forward has run: ("input" | "output", index)."""
+        there = {node.name: ("output", i) for i, node in reversed([*enumerate(self.forward.outputs)])}
+        there |= {node.name: ("input", i) for i, node in enumerate(self.forward.placeholders)}
+        return [there[name] for name in self.saved]
+
 
 Partition = Callable[[Joint], Partitioned]
 

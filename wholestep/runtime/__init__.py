@@ -10,5 +10,5 @@ tensor_parts, torch_compat, trace.
 from wholestep.runtime.backward_programs import Backward
 from wholestep.runtime.compiled_module import compiled_module
 from wholestep.runtime.entry import Entry, Ready
-from wholestep.runtime.program import DonatedInputs, Program, donated_inputs, give_back, saved_places
+from wholestep.runtime.program import DonatedInputs, Program, donated_inputs, give_back
 from wholestep.runtime.program_cache import ProgramCache, Run

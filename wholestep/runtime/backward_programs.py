@@ -70,7 +70,7 @@ class Backward:
 
     Attributes:
         halves: both graphs.
-        saved: where each saved value is found once the forward has run: ("input" | "output", index).
+        saved: see `Partitioned.places`.
         lower: makes a program of a backward graph.
         exact: whether tangents are read as they are, as in eager; else copied into the layout that was traced.
         served: strides of the tangents (None for one that is None) -> the program for them.
@@ -78,14 +78,15 @@ class Backward:
     """
 
     halves: Partitioned
-    saved: list[tuple[str, int]]
     lower: Callable[[StepGraph], Run]
     exact: bool
+    saved: list[tuple[str, int]] = field(init=False)
     served: dict[tuple[Any, ...], Served] = field(default_factory=dict)
     reasons: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         refuse_reads_by_memory(self.halves)
+        self.saved = self.halves.places
         values = [info(node).value for node in self.halves.backward.placeholders[len(self.saved) :]]
         self._traced = tuple((tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
         if not self.exact:

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import fx
 
-from wholestep.aot_autograd import Joint, Partitioned
 from wholestep.ir import InputKind, StepGraph, info
 from wholestep.packed_graph import Packed
 from wholestep.runtime.backward_programs import Backward, Run, consuming
@@ -73,25 +72,6 @@ class Program:
 
 def _text(run: Run, step: StepGraph) -> str:
     return str(getattr(run, "code", "") or step.gm.code)
-
-
-def saved_places(joint: Joint, halves: Partitioned) -> list[tuple[str, int]]:
-    """Where each saved value is found once the forward has run; see `Backward.saved`."""
-    inputs = {node.name: i for i, node in enumerate(joint.primals)}
-    outputs: dict[str, int] = {}
-    for index, node in enumerate(joint.forward_outputs):
-        outputs.setdefault(node.name, index)
-    places: list[tuple[str, int]] = []
-    extra = joint.n_forward
-    for name in halves.saved:
-        if name in inputs:
-            places.append(("input", inputs[name]))
-        elif name in outputs:
-            places.append(("output", outputs[name]))
-        else:
-            places.append(("output", extra))
-            extra += 1
-    return places
 
 
 # What lasts from call to call is somebody else's to free.
