@@ -80,7 +80,6 @@ class Queue(UnwrappedDispatchMode):
         """Lets go of what was deferred."""
         self._slots.run()
         self._calls: list[RecordedCall] = []
-        self._path: list[Node] = []  # of these
         self._marked: dict[int, list[Any]] = {}  # place of a mark in the calls -> its tensors'
 
     supports_higher_order_operators = True  # which run at once, as all that they call
@@ -127,8 +126,7 @@ class Queue(UnwrappedDispatchMode):
             found, results = self._slots.answer(facts, args, kwargs, node.results)
             if facts.written:
                 self._slots.written(self._written(facts, args, kwargs))
-        self._calls.append((facts.op, key[1], key[2], results))
-        self._path.append(node)
+        self._calls.append((facts.op, key[1], key[2], results, node.note))
         return found
 
     def looked_up(self, what: Any, args: tuple[Any, ...], kwargs: dict[str, Any], any_float: bool) -> tuple[Any, Any]:
@@ -163,8 +161,7 @@ class Queue(UnwrappedDispatchMode):
         """Defers a call without results that is known."""
         self.watch.end()
         self._slots.written(written)
-        self._calls.append((function, key[1], key[2], None))
-        self._path.append(node)
+        self._calls.append((function, key[1], key[2], None, None))
         self._node = node
 
     def learn(self, key: Any, run: Callable[[], Any]) -> None:
@@ -207,8 +204,7 @@ class Queue(UnwrappedDispatchMode):
         key = facts, parts, named, self._slots.met()
         assert self._node is not None
         self._node = self._node.next.get(key) or self._add(key, None)
-        self._calls.append((function, parts, named, results))
-        self._path.append(self._node)
+        self._calls.append((function, parts, named, results, self._node.note))
 
     def _begin_segment(self) -> Node:
         if self._node is None:
@@ -367,8 +363,7 @@ class Queue(UnwrappedDispatchMode):
             self._forget()
             return
         alive = [(index, storage, layout) for index, storage, layout in made if storage_uses(storage) > 1]
-        notes = [node.note for node in self._path if node.note is not None]
-        segment = Segment(calls, self._slots.externals, [index for index, *_ in alive], notes, self._marked)
+        segment = Segment(calls, self._slots.externals, [index for index, *_ in alive], self._marked)
         tensors, numbers = self._slots.tensors, self._slots.numbers
         self._forget()
         self._running = True

@@ -73,7 +73,7 @@ class Replay:
 
     def call(self, place: int) -> None:
         """One of the calls begins."""
-        self._recorder.builder.replayed, self._place = self._segment.notes[place], place
+        self._recorder.builder.replayed, self._place = self._segment.calls[place][-1], place
 
     def note(self, mark: Mark, tensors: Sequence[torch.Tensor]) -> None:
         """See `Mark`."""

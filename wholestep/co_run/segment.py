@@ -50,8 +50,9 @@ FLOAT, TRUE, FALSE = Constant(None), Constant(True), Constant(False)
 
 SLOTS: list[Slot] = [Slot(index) for index in range(4096)]
 
-# (operator, arguments with tensors as slots, names and values of keyword arguments, slots of the results)
-RecordedCall = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...], Any]
+# (operator, arguments with tensors as slots, names and values of keyword arguments, slots of the results; with plans,
+# the record of the call)
+RecordedCall = tuple[Any, tuple[Any, ...], tuple[tuple[str, Any], ...], Any, NodeInfo | None]
 
 
 def slot(index: int) -> Slot:
@@ -69,14 +70,12 @@ class Segment:
         calls: in order.
         externals: slots of tensors that were there before.
         alive: slots of results whose memory somebody still holds.
-        notes: with plans, the record of each call.
         marked: places of the tensors that a mark takes, by its own in the calls.
     """
 
     calls: list[RecordedCall]
     externals: list[int]
     alive: list[int]
-    notes: Sequence[NodeInfo]
     marked: Mapping[int, Sequence[Any]]
 
     def run(
@@ -91,7 +90,8 @@ class Segment:
         """
         values: dict[int, Any] = dict(zip(self.externals, tensors, strict=False))
         given = iter(numbers)
-        for place, ((func, args, kwargs, results), unread) in enumerate(zip(self.calls, self._unread(), strict=True)):
+        for place, (call, unread) in enumerate(zip(self.calls, self._unread(), strict=True)):
+            func, args, kwargs, results, _ = call
             if begin is not None:
                 begin(place)
             arguments = [_filled(part, values, given) for part in args]
@@ -105,7 +105,7 @@ class Segment:
     def _unread(self) -> list[set[int]]:
         """For each call, the slots that no later one reads."""
         read, found = set(self.alive), []
-        for _, args, kwargs, results in reversed(self.calls):
+        for _, args, kwargs, results, _ in reversed(self.calls):
             here = {leaf.index for leaf in leaves((args, kwargs)) if type(leaf) is Slot}
             here |= {leaf for leaf in leaves(results) if leaf is not None}
             found.append(here - read)
