@@ -70,10 +70,9 @@ class Inliner(TorchDispatchMode):
             what = f"the decomposition of {self.call.target} writes in place, by {func}"
             raise UnsupportedError(what, where=self.record.where)
         result = func(*args, **(kwargs or {}))
+        is_constant = func is torch.ops.aten.lift_fresh.default and id(args[0]) not in self.nodes  # of the function
         with self.gm.graph.inserting_before(self.call):
-            if (
-                func is torch.ops.aten.lift_fresh.default and id(args[0]) not in self.nodes
-            ):  # a constant of the function
+            if is_constant:
                 name = f"{self.call.name}_constant_{self.added}"
                 setattr(self.gm, name, args[0])
                 made = self.gm.graph.get_attr(name)

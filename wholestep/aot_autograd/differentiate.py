@@ -38,7 +38,7 @@ from wholestep.trace import ReentrantCheckpoint
 from wholestep.trace.operators.data_dependent_formulas import behind, by_data
 from wholestep.trace.outputs.collect_outputs import OutputCollector
 from wholestep.trace.outputs.leaks import made_at
-from wholestep.trace.outputs.output_records import NO_GRADIENT, Derivative, Differentiated, is_leaf
+from wholestep.trace.outputs.output_records import NO_GRADIENT, SECOND_TIME, Derivative, Differentiated, is_leaf
 from wholestep.trace.patches.engine_hook import handled
 from wholestep.trace.record.inputs import TracedInput
 from wholestep.trace.record.recorder import Recorder
@@ -53,7 +53,6 @@ IN_PLACE = (
 REENTRANT = "When use_reentrant=True, torch.utils.checkpoint is incompatible with .grad()"
 BY_GRAD = "compatible with .grad()"  # and what others say, each in their words
 NO_ADDRESS = "Cannot access data pointer"
-FREED = "Trying to backward"  # a second time
 # Each more use of an input keeps a gradient of its size until the backward ends.
 MOST_USES = 4
 
@@ -100,7 +99,7 @@ def differentiate(
         if outputs:
             with refusing_reads(behind(o.tensor for o in outputs), recorder.hooks_before):
                 outputs, tangents, gradients = _gradients(recorder, outputs, roots, refused)
-    alive = [*outputs, *(o for o, why in refused if not why.startswith(FREED))]
+    alive = [*outputs, *(o for o, why in refused if not why.startswith(SECOND_TIME))]
     refuse_beside(hooked, alive, nodes)
     _refuse(collector, refused)
     if not outputs:
@@ -194,7 +193,7 @@ def _refuse(collector: OutputCollector, refused: list[tuple[Output, str]]) -> No
             collector.change(output.alias, refusal=why)
         elif output.input is not None:
             source, where = output.input.source, made_at(output.tensor)
-            if why.startswith(FREED):
+            if why.startswith(SECOND_TIME):
                 raise LeakError(f"{source} {IN_PLACE}", "detach it, as in total += loss.detach()", where=where)
             what = f"{source} is changed in place by a value that requires grad and gives no input a gradient: {why}"
             raise UnsupportedError(what, "detach it first", where=where)

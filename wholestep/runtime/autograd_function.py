@@ -19,7 +19,7 @@ from wholestep.runtime.program import Program
 from wholestep.runtime.unreached_leaves import quiet
 from wholestep.torch_compat import casts, dispatch_modes_active, is_batched, skipped_by_dynamo, transforms_active
 from wholestep.trace import Traced
-from wholestep.trace.outputs.output_records import NO_GRADIENT, Derivative
+from wholestep.trace.outputs.output_records import NO_GRADIENT, SECOND_TIME, Derivative
 
 NO_DOUBLE_BACKWARD = (
     "torch.compile with aot_autograd does not currently support double backward: neither does wholestep outside of a "
@@ -73,11 +73,8 @@ def plan_of(traced: Traced, program: Program) -> Plan | None:
     if read == set(traced.derivative.late):  # the backward writes what follows from what is there when it runs
         late |= written.keys()
     nodes = program.backward.halves.backward.placeholders[: len(program.backward.saved)]
-    apart = frozenset(
-        i
-        for i, (place, node) in enumerate(zip(program.backward.saved, nodes, strict=True))
-        if place in late or not isinstance(info(node).value, torch.Tensor)
-    )
+    host = [not isinstance(info(node).value, torch.Tensor) for node in nodes]
+    apart = frozenset(i for i, place in enumerate(program.backward.saved) if place in late or host[i])
     reads_all = program.backward.halves.tangents == list(range(len(traced.derivative.outputs)))
     return Plan(traced.derivative, program.backward, apart, reads_all, _parts(traced.derivative))
 
@@ -271,7 +268,6 @@ def _refusing(gradients: Sequence[Any], behind: Sequence[Any]) -> list[Any]:
     return [found.get(place) for place in range(len(gradients))]
 
 
-SECOND_TIME = "Trying to backward"
 NOT_KEPT = (
     f"{SECOND_TIME} through the graph a second time: this tensor is the result of a compiled step, whose graph is not "
     "kept. Call backward() inside of the step."

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from wholestep.runtime.autograd_function import NOT_KEPT, SECOND_TIME, NotDifferentiable
+from wholestep.runtime.autograd_function import NOT_KEPT, NotDifferentiable
 from wholestep.runtime.backward_programs import viewed
 from wholestep.torch_compat import refusing_backward, set_versions
-from wholestep.trace.outputs.output_records import NO_GRADIENT, OutputAlias, View
+from wholestep.trace.outputs.output_records import NO_GRADIENT, SECOND_TIME, OutputAlias, View
 
 NEVER = 1 << 30  # a version that no count comes to
 

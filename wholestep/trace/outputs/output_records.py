@@ -91,6 +91,7 @@ View = tuple[Any, tuple[Any, ...], int | None]
 Counter = Literal["memory", "shared", "own"]
 # The refusal that is none: of a result whose history leads to leaves that the step made and did not keep.
 NO_GRADIENT = "no gradient"
+SECOND_TIME = "Trying to backward"  # through a graph that was freed: how autograd's error begins
 
 
 @dataclass(frozen=True)
