@@ -186,5 +186,5 @@ def _options(
     partition = partition_fn
     if memory_budget is not None:
         partition = functools.partial(min_cut_partition, memory_budget=memory_budget)
-    chain = [*([decompose(decompositions)] if decompositions else []), *passes]
-    return Options(PlanExecutor(None, None), chain, backend, partition, bw_compiler)
+    own: list[Pass] = [functools.partial(decompose, table=decompositions)] if decompositions else []
+    return Options(PlanExecutor(None, None), [*own, *passes], backend, partition, bw_compiler)

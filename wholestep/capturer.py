@@ -119,14 +119,11 @@ class Capturer:
 
     def keep(self) -> None:
         """The first run of the last capture has succeeded: the optimizer state made for it stays."""
-        if self.known.initial is not None:
-            self.known.initial.keep()
+        self.known.initial.keep()
 
     def undo(self) -> None:
         """Takes out the optimizer state made for a capture that failed, or whose first run did."""
-        if self.known.initial is not None:
-            self.known.initial.drop()
-            self.known.initial = None
+        self.known.initial.drop()
 
     def _build(self, args: Args, kwargs: Kwargs, varying: frozenset[str]) -> Entry:
         """Captures with numbers that have changed as inputs; with those that cannot be inputs as guarded constants."""

@@ -96,7 +96,7 @@ class Known:
         steps: graphs that went through all passes before, by the same key, not run yet.
         templates: captures for many sizes, which a call's may come from.
         outcomes: of bools that the ranks decide on together, what is known of the call under way; None without.
-        initial: optimizer state made for the capture under way, until its first run has succeeded.
+        initial: optimizer state made for the capture under way, to be taken out until its first run has succeeded.
         traced: whether the capture under way, or the last one, has got past the step itself.
     """
 
@@ -104,7 +104,7 @@ class Known:
     steps: dict[str, StepGraph] = field(default_factory=dict)
     templates: Templates | None = None
     outcomes: tuple[str, ...] | None = None
-    initial: InitialState | None = None
+    initial: InitialState = field(default_factory=functools.partial(InitialState, None))
     traced: bool = False
 
 

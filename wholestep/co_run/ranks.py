@@ -50,7 +50,7 @@ class Ranks:
         self._executor = options.executor
         self._shards = Shards(options.executor.groups)
         self.held, self.keeps_whole = self._shards.held, options.executor.keeps_whole
-        self._initial: InitialState | None = None
+        self._initial = InitialState(None)
         self._first = True
         groups = self._executor.broadcasting
         self._buffers = BufferBroadcast(groups, self._accumulates, self._broadcasting)
@@ -85,17 +85,14 @@ class Ranks:
             with self._provenance.following():
                 yield [(torch.autograd, "backward", self._backward())]
             self._first, complete = False, True
-            if self._initial is not None:
-                self._initial.drop(kept={id(tensor) for tensor in self._met.values()})
-                self._initial.keep()
+            self._initial.drop(kept={id(tensor) for tensor in self._met.values()})
+            self._initial.keep()
         except Exception as error:
             complete = self._all_raise(error)
             raise
         finally:
             self._shards.take_back(self._call, complete)
-            if self._initial is not None:
-                self._initial.drop()
-            self._initial = None
+            self._initial.drop()
             del self._call, self._met, self._leaves, self._queue
 
     # what the queue asks -------------------------------------------------------------------------------------

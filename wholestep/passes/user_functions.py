@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import fx
 
 from wholestep.errors import GraphError
 from wholestep.inline import Inliner, Table, run_on_fakes
-from wholestep.ir import NodeInfo, Pass, Phase, StepGraph, dead_code, info, set_info
+from wholestep.ir import NodeInfo, Phase, StepGraph, dead_code, info, set_info
 from wholestep.torch_compat import OpOverload
 
 Transform = Callable[[fx.GraphModule], fx.GraphModule]
@@ -64,17 +63,13 @@ def _add_record(gm: fx.GraphModule, node: fx.Node, record: NodeInfo) -> None:
         set_info(node, replace(record, value=result))
 
 
-def decompose(table: Table) -> Pass:
-    """A pass that replaces each operator of a table by what its function does.
+def decompose(step: StepGraph, table: Table) -> StepGraph:
+    """Replaces each operator of a table by what its function does.
 
     Args:
         table: operator overload -> a function of the same arguments, as torch's own tables are; it may change
             rounding, and where it returns NotImplemented the operator stays.
     """
-    return partial(_decompose, table)
-
-
-def _decompose(table: Table, step: StepGraph) -> StepGraph:
     for node in list(step.graph.nodes):
         if node.op == "call_function" and node.target in table:
             inliner = Inliner(step.gm, node, replace(info(node), value=None), table)
