@@ -122,8 +122,9 @@ class CallWriter:
 
     def _view(self, node: fx.Node) -> None:
         name, operands = variable(node), [self.source.name(o) for o in node.all_input_nodes]
-        text = f"{operands[0]}[{node.args[1]}]"
-        if node.target is not GETITEM:
+        if node.target is GETITEM:
+            text = f"{operands[0]}[{node.args[1]}]"
+        else:
             text = self.source.call(node.target, self.source.arguments(node), node)
         owner = origin_of(node)[0]
         if is_sure_view(owner.target) and self.source.lasting.issuperset(operands):
