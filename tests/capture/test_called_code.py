@@ -24,7 +24,7 @@ import wholestep as ws
 LIBRARY = """
 import torch
 
-LEVEL, TABLE, calls, cache, REGISTRY = 1.0, {"scale": 1.0}, 0, {}, {}
+LEVEL, TABLE, calls, cache, REGISTRY, CALLBACKS = 1.0, {"scale": 1.0}, 0, {}, {}, []
 
 def by_attribute(x, owner): return (x * 1) * owner.scale
 def by_method(x, owner): return (x * 1) * owner.factor()
@@ -34,6 +34,9 @@ def by_table(x): return (x * 1) * TABLE["scale"]
 def helper(x): return x * 1
 def by_helper(x): return helper(x * 1)
 def by_registry(x): return REGISTRY["mine"](x * 1)
+def by_function(x, owner): return (x * 1) * _scale_of(owner)
+def by_list(x): return (x * 1) * CALLBACKS[0]()
+def _scale_of(owner): return owner.scale
 
 class Settings:
     scale = 1.0
@@ -143,7 +146,7 @@ OWNERS = {"object": Plain, "slots": Slotted, "module": Model}
 
 
 @pytest.mark.parametrize("owner", OWNERS)
-@pytest.mark.parametrize("function", ["by_attribute", "by_getattr"])
+@pytest.mark.parametrize("function", ["by_attribute", "by_getattr", "by_function"])
 def test_attributes_that_a_library_reads(library: ModuleType, owner: str, function: str) -> None:
     held, read = OWNERS[owner](), getattr(library, function)
     _equal(lambda x: read(x, held), lambda value: setattr(held, "scale", value))
@@ -160,12 +163,13 @@ def test_a_configuration_that_a_librarys_module_holds(library: ModuleType) -> No
     _equal(lambda x: model(x), lambda value: setattr(config, "scale", value))
 
 
-@pytest.mark.parametrize("function", ["by_variable", "by_table", "by_class", "by_helper", "by_registry"])
+@pytest.mark.parametrize("function", ["by_variable", "by_table", "by_class", "by_helper", "by_registry", "by_list"])
 def test_variables_of_a_library(library: ModuleType, function: str) -> None:
     def change(value: float) -> None:
         library.LEVEL = library.TABLE["scale"] = library.Settings.scale = value
         library.helper = first if value == 1 else second
-        library.REGISTRY["mine"] = library.helper
+        library.REGISTRY["mine"], library.CALLBACKS[:] = library.helper, [lambda: STATE["scale"]]
+        STATE["scale"] = value
 
     first, second = library.helper, lambda x: x * 3
     read = getattr(library, function)

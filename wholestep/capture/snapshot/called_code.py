@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dis
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -47,10 +48,21 @@ class CalledCode:
         return len(self.functions) + len(self.codes) + len(self.user)
 
     def note(self, code: CodeType, table: Table) -> None:
-        """Takes note of code of a package when it first runs, and of what it is about to read."""
-        self.codes[id(code)] = code, table
-        for holder, names, _ in _holders(code, table):
-            self._seen += [(holder, name, copy.copy(original(holder, name))) for name in names]
+        """Takes note of code of a package when it first runs, of what it may read then, and of functions that it names.
+
+        Those may run without an operator of their own, as one that gives a number out of a configuration.
+        """
+        todo = [(code, table)]
+        while todo:
+            code, table = todo.pop()
+            if id(code) in self.codes:
+                continue
+            self.codes[id(code)] = code, table
+            for holder, names, _ in _holders(code, table):
+                values = [(name, original(holder, name)) for name in names]
+                self._seen += [(holder, name, copy.copy(value)) for name, value in values]
+                functions = [inspect.unwrap(value) for _, value in values if isinstance(value, FunctionType)]
+                todo += [(f.__code__, f.__globals__) for f in functions if _is_code_of_package(f.__code__)]
 
     def settle(self) -> None:
         """At the end of a capture: leaves out what has changed since, which a package counts or keeps for itself."""
@@ -77,6 +89,10 @@ def _holders(code: CodeType, table: Table) -> Iterator[tuple[Any, tuple[str, ...
     if module is None or vars(module) is not table:
         return
     todo: list[tuple[Any, sources.Source]] = [(module, sources.module(module.__name__))]
+    owner = vars(module).get(code.co_qualname.partition(".")[0])
+    if isinstance(owner, type):  # whose other methods it may call
+        above = sources.Item(sources.Vars(todo[0][1]), owner.__name__)
+        todo += [(base, above if base is owner else sources.Attr(above, base.__name__)) for base in owner.__mro__]
     names, met = named(code), set[int]()
     while todo:
         holder, source = todo.pop()
@@ -90,10 +106,14 @@ def _holders(code: CodeType, table: Table) -> Iterator[tuple[Any, tuple[str, ...
         todo += [(value, step(below, name)) for name, value in found.items()]
 
 
+def _is_code_of_package(code: CodeType) -> bool:
+    return origin(code.co_filename) == "installed"
+
+
 def _is_compared(value: Any) -> bool:
     """Whether a guard can compare a variable: plain values, functions and tables of these."""
-    if type(value) is dict:
-        return all(map(_is_compared, value.values()))
+    if type(value) in (dict, list, tuple):
+        return all(map(_is_compared, value.values() if type(value) is dict else value))
     return is_data(value) or type(value) is FunctionType
 
 
