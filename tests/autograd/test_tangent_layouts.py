@@ -230,13 +230,3 @@ def test_sparse_gradients_of_a_compiled_module(make: Callable[[], nn.Module], ac
                 opt.zero_grad()
         found.append(seen)
     assert found[0] == found[1]
-
-
-def test_a_backward_that_reads_by_where_its_gradient_begins_is_eagers() -> None:
-    found = []
-    for c in (lambda fn: fn, ws.compile):
-        call, x = c(lambda x, rows: torch.as_strided_scatter(x, rows, (2, 2), (3, 1), 1)), torch.arange(9.0).view(3, 3)
-        rows = torch.ones(2, 2, requires_grad=True)
-        call(x, rows).backward(torch.arange(11.0)[2:].view(3, 3))
-        found.append(rows.grad)
-    assert torch.equal(*found) and "reads by where its gradient begins in memory" in call.breaks[0]

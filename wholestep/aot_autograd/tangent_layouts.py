@@ -16,7 +16,6 @@ import torch
 from torch import fx
 
 from wholestep.aot_autograd.partition import Partitioned
-from wholestep.errors import UnsupportedError
 from wholestep.fake_evaluate import evaluate
 from wholestep.functional import OFFSETS
 from wholestep.ir import GETITEM, NodeInfo, StepGraph, check, copy_graph, copy_node, dead_code, info, set_info
@@ -55,32 +54,42 @@ class Result:
     views: tuple[tuple[Any, tuple[Any, ...], int | None], ...] = ()
 
 
+@dataclass(frozen=True)
+class SpecializedBackward:
+    """A backward graph for tangents of certain strides.
+
+    Attributes:
+        graph: the saved values, then the tangents that are given -> the gradients that follow from them.
+        results: where these are found.
+    """
+
+    graph: StepGraph
+    results: tuple[Result, ...]
+
+
 class CannotSpecializeError(Exception):
     """The graph holds for the layouts alone that it was traced with."""
 
 
-def refuse_reads_by_memory(halves: Partitioned) -> None:
-    """Refuses a backward that counts elements from where the memory of a tangent starts.
-
-    Raises:
-        UnsupportedError: as `as_strided_scatter`'s does.
-    """
-    tangents = halves.backward.placeholders[len(halves.saved) :]
-    for node in halves.backward.graph.nodes:
-        offset = node.target in OFFSETS and len(node.args) > OFFSETS[node.target]
-        if offset and _base_and_views(node.args[0])[0] in tangents:
-            what = f"the backward of a result, {node.target}, reads by where its gradient begins in memory"
-            raise UnsupportedError(what, "call backward() inside of the function", where=info(node).where)
+def reads_by_memory(halves: Partitioned) -> bool:
+    """Whether a backward counts elements from where the memory of a tangent starts, as `as_strided_scatter`'s does."""
+    tangents = set(halves.backward.placeholders[len(halves.saved) :])
+    return any(_counted(node) in tangents for node in halves.backward.graph.nodes)
 
 
-def specialized(halves: Partitioned, strides: Sequence[Strides]) -> tuple[StepGraph, list[int]]:
+def _counted(node: fx.Node) -> fx.Node | None:
+    """What an operator counts an offset from, views aside."""
+    if node.target not in OFFSETS or len(node.args) <= OFFSETS[node.target]:
+        return None
+    return _base_and_views(node.args[0])[0]  # type: ignore[arg-type]
+
+
+def specialized(halves: Partitioned, strides: Sequence[Strides], offsets: Sequence[int] = ()) -> SpecializedBackward:
     """The backward for tangents of certain strides.
-
-    Returns:
-        The saved values, then the tangents that are given -> the gradients that follow from them; which these are.
 
     Args:
         strides: one for each of `Partitioned.tangents`.
+        offsets: their storage offsets, where `reads_by_memory`.
 
     Raises:
         CannotSpecializeError: it can only be given copies in the layouts that it was traced with.
@@ -88,7 +97,8 @@ def specialized(halves: Partitioned, strides: Sequence[Strides]) -> tuple[StepGr
     old = halves.backward
     tangents = old.placeholders[len(halves.saved) :]
     mode = info(old.placeholders[-1]).value.fake_mode
-    made = _Specializer(mode, dict(zip(tangents, strides, strict=True)))
+    places = dict(zip(tangents, offsets, strict=True)) if offsets else {}
+    made = _Specializer(mode, dict(zip(tangents, strides, strict=True)), places)
     with no_modes(), torch.autocast("cpu", enabled=False):
         for node in old.graph.nodes:
             if node.op != "output":
@@ -98,40 +108,39 @@ def specialized(halves: Partitioned, strides: Sequence[Strides]) -> tuple[StepGr
     given = [i for node, i in zip(old.placeholders, old.signature.inputs, strict=True) if node in made.nodes]
     signature = replace(old.signature, inputs=given, n_outputs=len(outputs))
     step = StepGraph(lazy_graph_module(old.gm, made.graph), signature, old.stage)
-    return check(dead_code(step), "partition"), [*outputs]
+    results = tuple(Result(place, index) for index, place in enumerate(outputs))
+    return SpecializedBackward(check(dead_code(step), "partition"), results)
 
 
-def without_last_views(
-    halves: Partitioned, backward: StepGraph, places: Sequence[int]
-) -> tuple[StepGraph, list[Result]]:
+def without_last_views(halves: Partitioned, found: SpecializedBackward) -> SpecializedBackward:
     """A backward whose gradients with repeated elements, or gaps, are made when it has run, as views of what it gives.
 
     A program's outputs are dense memory of their own; to nodes of eager's before it, that is another layout.
     """
-    tangents = {node: i for i, node in enumerate(backward.placeholders[len(halves.saved) :])}
+    tangents = {node: i for i, node in enumerate(found.graph.placeholders[len(halves.saved) :])}
     results: list[Result] = []
     outputs: list[fx.Node] = []
     seen: dict[fx.Node, int] = {}
-    for place, node in zip(places, backward.outputs, strict=True):
+    for result, node in zip(found.results, found.graph.outputs, strict=True):
         base, views = _base_and_views(node)
         value = info(node).value
         plain = value.layout != torch.strided or Geometry.of(value).is_dense
         if base not in tangents and (base.op != "call_function" or plain):
             base, views = node, ()
         if base in tangents:
-            results.append(Result(place, None, tangents[base], views))
+            results.append(Result(result.place, None, tangents[base], views))
             continue
         if not views or base not in seen:  # two gradients of one value are two tensors, but for views of it
             seen |= {base: len(outputs)} if views else {}
             outputs.append(base)
-        results.append(Result(place, seen[base] if views else len(outputs) - 1, None, views))
-    if outputs == backward.outputs:
-        return backward, results
-    graph, copies = copy_graph(backward.graph.nodes)
+        results.append(Result(result.place, seen[base] if views else len(outputs) - 1, None, views))
+    if outputs == found.graph.outputs:
+        return replace(found, results=tuple(results))
+    graph, copies = copy_graph(found.graph.graph.nodes)
     graph.output_node().args = (tuple(copies[node] for node in outputs),)
-    signature = replace(backward.signature, n_outputs=len(outputs))
-    step = StepGraph(lazy_graph_module(backward.gm, graph), signature, backward.stage)
-    return check(dead_code(step), "partition"), results
+    signature = replace(found.graph.signature, n_outputs=len(outputs))
+    step = StepGraph(lazy_graph_module(found.graph.gm, graph), signature, found.graph.stage)
+    return SpecializedBackward(check(dead_code(step), "partition"), tuple(results))
 
 
 def _base_and_views(node: fx.Node) -> tuple[fx.Node, tuple[Any, ...]]:
@@ -156,8 +165,10 @@ class _Specializer:
         late: nodes of the old graph that follow from tangents.
     """
 
-    def __init__(self, mode: FakeTensorMode, strides: Mapping[fx.Node, Strides]) -> None:
-        self.mode, self.graph, self.strides = mode, fx.Graph(), strides
+    def __init__(
+        self, mode: FakeTensorMode, strides: Mapping[fx.Node, Strides], offsets: Mapping[fx.Node, int]
+    ) -> None:
+        self.mode, self.graph, self.strides, self.offsets = mode, fx.Graph(), strides, offsets
         self.nodes: dict[fx.Node, fx.Node] = {}
         self.late: set[fx.Node] = set(strides)
 
@@ -182,6 +193,12 @@ class _Specializer:
             self._again(node)
         else:
             self.nodes[node] = copy_node(self.graph, node, self.nodes.__getitem__)
+            base = _counted(node) if self.offsets else None
+            if base in self.offsets:  # a graph counts from the operand's first element, eager from the memory's
+                place = OFFSETS[node.target]  # type: ignore[index]
+                args = list(self.nodes[node].args)
+                args[place] -= self.offsets[base]  # type: ignore[operator,index]
+                self.nodes[node].args = tuple(args)
 
     def _tangent(self, node: fx.Node, stride: Strides) -> None:
         if stride is not None:

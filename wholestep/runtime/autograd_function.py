@@ -123,7 +123,7 @@ class CompiledFunction(torch.autograd.Function):
         read: Sequence[Any] = tangents if plan.reads_all else [tangents[i] for i in backward.halves.tangents]
         strides = tuple(map(_strides, read))
         served, alone = backward.served.get(strides), transforms_active()
-        if served is None or alone:
+        if served is None or alone or backward.by_memory:
             served, read, alone = _unusual(backward, read, alone)
         if served.layouts is not None:
             read = list(map(_laid_out, read, served.layouts))
@@ -232,7 +232,8 @@ def _unusual(backward: Backward, read: Sequence[Any], alone: bool) -> tuple[Serv
     alone = alone or any(t is not None and _is_odd(t) for t in shown)
     if alone:
         return backward.serve(backward.traced(shown)), shown, alone
-    return backward.serve(tuple(map(_strides, shown))), shown, alone
+    offsets = tuple([0 if t is None else t.storage_offset() for t in shown]) if backward.by_memory else ()
+    return backward.serve(tuple(map(_strides, shown)), offsets), shown, alone
 
 
 def _laid_out(tangent: torch.Tensor | None, layout: Layout | None) -> torch.Tensor | None:

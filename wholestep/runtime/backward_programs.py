@@ -12,8 +12,9 @@ from wholestep.aot_autograd import Partitioned
 from wholestep.aot_autograd.tangent_layouts import (
     CannotSpecializeError,
     Result,
+    SpecializedBackward,
     Strides,
-    refuse_reads_by_memory,
+    reads_by_memory,
     specialized,
     without_last_views,
 )
@@ -47,7 +48,7 @@ class Served:
 
     graph: StepGraph
     run: Run
-    results: list[Result]
+    results: tuple[Result, ...]
     layouts: tuple[Layout | None, ...] | None = None
     plain: bool = False
     consume: Callable[[list[Any]], Sequence[Any]] = field(init=False)
@@ -73,7 +74,8 @@ class Backward:
         saved: see `Partitioned.places`.
         lower: makes a program of a backward graph.
         exact: whether tangents are read as they are, as in eager; else copied into the layout that was traced.
-        served: strides of the tangents (None for one that is None) -> the program for them.
+        served: strides of the tangents (None for one that is None) -> the program for them; with storage offsets,
+            where it depends on these.
         reasons: why more than one was made.
     """
 
@@ -85,7 +87,6 @@ class Backward:
     reasons: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        refuse_reads_by_memory(self.halves)
         self.saved = self.halves.places
         values = [info(node).value for node in self.halves.backward.placeholders[len(self.saved) :]]
         self._traced = tuple((tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
@@ -95,7 +96,8 @@ class Backward:
     @cached_property
     def first(self) -> Served:
         """The program for tangents as they were traced, made when it is asked for."""
-        made = self._lowered(self.halves.backward, range(len(self.halves.backward.outputs)))
+        results = tuple([Result(place, place) for place in range(len(self.halves.backward.outputs))])
+        made = self._lowered(SpecializedBackward(self.halves.backward, results))
         self.served[self.traced(self._traced)] = made
         return made
 
@@ -104,18 +106,26 @@ class Backward:
         """The program for tangents as they were traced."""
         return self.first.run
 
-    def serve(self, strides: tuple[Strides, ...]) -> Served:
-        """The program for tangents of these strides; made if there is none."""
-        found = self.served.get(strides)
-        if found is not None:
-            return found
+    @cached_property
+    def by_memory(self) -> bool:
+        """Whether it depends on the storage offsets of tangents."""
+        return reads_by_memory(self.halves)
+
+    def serve(self, strides: tuple[Strides, ...], offsets: tuple[int, ...] = ()) -> Served:
+        """The program for tangents of these strides, and of these storage offsets; made if there is none."""
+        offsets = offsets if any(offsets) else ()
+        found = self.served.get((strides, offsets) if offsets else strides)
+        return found if found is not None else self._made(strides, offsets)
+
+    def _made(self, strides: tuple[Strides, ...], offsets: tuple[int, ...]) -> Served:
         plain = tuple([self._plain(place, stride) for place, stride in enumerate(strides)])
-        found = self._known(plain)
+        found = self._anew(plain, offsets) if offsets else None  # None where eager would copy them first
+        found = found or self._known(plain)
         if found is None and self.exact and len(self.reasons) < MAX_LAYOUTS:
             found = self._anew(plain)
         found = found or self._copied(plain)
         if len(self.served) < 4 * MAX_LAYOUTS:
-            self.served[strides] = found
+            self.served[(strides, offsets) if offsets else strides] = found
         return found
 
     def _known(self, strides: tuple[Strides, ...]) -> Served | None:
@@ -141,19 +151,20 @@ class Backward:
         size, traced, *_ = self._traced[place]
         return tuple([t if n == 1 else s for n, s, t in zip(size, stride, traced, strict=True)])
 
-    def _lowered(self, graph: StepGraph, places: Sequence[int]) -> Served:
-        results = [Result(place, index) for index, place in enumerate(places)]
-        if self.exact:
-            graph, results = without_last_views(self.halves, graph, places)
+    def _lowered(self, made: SpecializedBackward) -> Served:
+        made = without_last_views(self.halves, made) if self.exact else made
         plain = [Result(place, place) for place in range(len(self.halves.backward.outputs))]
         with suspended(), no_modes():  # in a backward that is traced, too
-            return Served(graph, self.lower(graph), results, plain=results == plain)
+            run = self.lower(made.graph)
+        return Served(made.graph, run, made.results, plain=list(made.results) == plain)
 
-    def _anew(self, strides: tuple[Strides, ...]) -> Served | None:
+    def _anew(self, strides: tuple[Strides, ...], offsets: tuple[int, ...] = ()) -> Served | None:
         try:
-            served = self._lowered(*specialized(self.halves, strides))
+            served = self._lowered(specialized(self.halves, strides, offsets))
         except CannotSpecializeError:
             return None
+        if offsets:
+            return served
         self.served[strides] = served
         differing = [
             f"gradient of output {output}: expected strides {list(traced)}, "
