@@ -89,7 +89,20 @@ def _found(owner: Any, name: str) -> Any:
     for base in owner.__mro__:
         if name in vars(base):
             return vars(base)[name]
-    return inspect.getattr_static(owner, name)
+    return inspect.getattr_static(owner, name, _OfInstances(name))
+
+
+class _OfInstances:
+    """What a class has of an attribute that its instances alone have."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return vars(instance)[self.name]
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        vars(instance)[self.name] = value
 
 
 class _Descriptor:

@@ -21,6 +21,7 @@ from torch.random import fork_rng, get_rng_state
 from torch.utils.checkpoint import checkpoint
 
 import wholestep as ws
+from wholestep import patches
 from wholestep.errors import DataDependentError, UnsupportedError
 
 OWN = torch.Generator()
@@ -273,6 +274,26 @@ def test_draws_of_other_threads_go_on_as_they_are() -> None:
     random.seed(0)
     every = [random.random() for _ in range(len(drawn) + 30)]
     assert {*drawn} < {*every}, "a draw was put back, or lost"
+
+
+def test_the_second_number_of_gauss_is_another_threads() -> None:
+    drawn: list[float] = []
+    other = threading.Thread(target=lambda: drawn.append(random.gauss(0, 1)))
+
+    class Meets(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not drawn:
+                with patches.suspended():  # which a step may not do
+                    other.start()
+                    other.join()
+            return x + 1
+
+    generator = random.Random(0)
+    random.seed(0)
+    drawn_before = random.gauss(0, 1)
+    ws.compile(Meets(), fullgraph=True)(torch.ones(2))
+    expected = [generator.gauss(0, 1) for _ in range(4)]
+    assert [drawn_before, *drawn, random.gauss(0, 1), random.gauss(0, 1)] == expected
 
 
 def test_generators_that_a_step_makes_are_its_own() -> None:

@@ -245,14 +245,12 @@ class Outside:
 
     def raise_refused(self) -> None:
         """Raises what the step was refused with first."""
-        self.draws.put_back()
         if self.refused:
             raise self.refused.pop(0)  # with it goes what its traceback holds
 
     def end(self) -> None:
         """Ends the trace."""
         self.ended = True
-        self.draws.put_back()
 
     def log(self) -> None:
         """Logs what libraries have logged meanwhile."""

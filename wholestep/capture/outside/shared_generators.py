@@ -54,12 +54,13 @@ class Method:
 METHODS = [Method(name, held) for owner in (OF_C, *RANDOM[1:]) for name, held in vars(owner).items()
            if callable(held) and not name.startswith("_")]  # fmt: skip
 METHODS.append(Method("spawn", vars(numpy.random.SeedSequence)["spawn"]))  # which counts
-BITS = [kind for kind in numpy.random.BitGenerator.__subclasses__() if "state" in vars(kind)]
+ATTRIBUTES = [(kind, "state") for kind in numpy.random.BitGenerator.__subclasses__() if "state" in vars(kind)]
+ATTRIBUTES.append((random.Random, "gauss_next"))  # every other number of `gauss`, which does not ask C for it
 
 
-def _state(kind: type, enter: Callable[[Any, Any], None]) -> property:
-    """The attribute by which a bit generator of NumPy's is read and set."""
-    found = original(kind, "state")
+def _asked(kind: type, name: str, enter: Callable[[Any, Any], None]) -> property:
+    """An attribute that tells a generator's next numbers, and by which it is set."""
+    found = original(kind, name)
 
     def read(generator: Any) -> Any:
         enter(generator, None)
@@ -84,22 +85,12 @@ class Draws:
 
     def __init__(self, refuse: Callable[[str], None]) -> None:
         self.names: dict[int, tuple[Any, Any]] = {id(generator): (generator, name) for generator, name in SHARED}
-        self._refuse, self._made, self._halves = refuse, [*OF_SYMPY], list[tuple[Any, float]]()
+        self._refuse, self._made = refuse, [*OF_SYMPY]
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """What is called before a method; garbage collection tells which generators the step has made itself."""
-        for generator, _ in self.names.values():  # `gauss` gives every other number from an attribute
-            if getattr(generator, "gauss_next", None) is not None:
-                self._halves.append((generator, generator.gauss_next))
-                generator.gauss_next = None
         yield from ((method, "entered", self._enter) for method in METHODS)
-        yield from ((kind, "state", _state(kind, self._enter)) for kind in BITS)
-
-    def put_back(self) -> None:
-        """Has the next numbers of generators be what they were."""
-        while self._halves:
-            generator, number = self._halves.pop()
-            generator.gauss_next = number
+        yield from ((kind, name, _asked(kind, name, self._enter)) for kind, name in ATTRIBUTES)
 
     def _enter(self, generator: Any, first: Any) -> None:
         if not self._is_made(generator):
