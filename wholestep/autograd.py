@@ -1,7 +1,7 @@
 """Ahead-of-time autograd: joint graphs, partitions, the user's own compilers, and compiled `backward()`.
 
 The public names of the room `aot_autograd/`. They stand above the pipeline, which imports that room.
-May import: aot_autograd, capture_call, compiled, ir, lower, passes, pipeline, runtime, spmd.
+May import: aot_autograd, capture_call, compiled, ir, lower, passes, pipeline, runtime, spmd, trace.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ from wholestep.aot_autograd import (
 )
 from wholestep.capture_call import TakeSnapshot, capture
 from wholestep.compiled import Compiled
+from wholestep.errors import CaptureError
 from wholestep.ir import Pass, check
 from wholestep.lower import Backend
 from wholestep.passes.user_functions import decompose
 from wholestep.pipeline import Options, joint_of
 from wholestep.runtime import compiled_module
 from wholestep.spmd import PlanExecutor
+from wholestep.torch_compat import floats_as_tensors
+from wholestep.trace.numbers.decisions import OTHERWISE
 
 __all__ = [
     "CompiledBackward", "Joint", "Partition", "Partitioned", "aot_function", "aot_module", "compiled_backward",
@@ -159,10 +162,32 @@ def dynamo_backend(
         raise ValueError(f'mode={mode!r} is a setting of Inductor: options={{"backend": "inductor"}} compiles with it')
     chosen = _options(**{"backend": backend, **_known(options or {})})
 
-    def graph(*inputs: Any) -> Any:
-        return gm(*inputs)
+    numbers = floats_as_tensors(gm.graph)
 
-    return Compiled(graph, chosen)
+    def graph(*inputs: Any) -> Any:
+        return gm(*(_Number(given) if k in numbers else given for k, given in enumerate(inputs)))
+
+    compiled = Compiled(graph, chosen)
+
+    def run(*inputs: Any) -> Any:
+        try:
+            return compiled(*(given.item() if k in numbers else given for k, given in enumerate(inputs)))
+        except CaptureError as error:
+            error.remedy = error.remedy.replace(OTHERWISE, "take wholestep.compile in the place of torch.compile")
+            error.locate(error.where)
+            raise
+
+    return run
+
+
+class _Number:
+    """A float where a graph of Dynamo's expects a tensor, to ask for its value."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def item(self) -> float:
+        return self.value
 
 
 def _known(options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -910,6 +910,14 @@ def nested_compiles() -> list[tuple[Any, str, Any]]:
     return [(module, name, stand_in) for name, stand_in in _AS_WRITTEN.items() if hasattr(module, name)]
 
 
+def floats_as_tensors(graph: fx.Graph) -> set[int]:
+    """Which inputs of a graph of Dynamo's are Python floats that it hands on as tensors, where sizes are symbols.
+
+    Their values are guards of its own wherever C++ has read them. Seen in torch 2.13."""
+    given = [node.meta.get("grapharg") for node in graph.nodes if node.op == "placeholder"]
+    return {k for k, one in enumerate(given) if getattr(one, "pass_arg_as_tensor", False)}
+
+
 def skipped_by_dynamo(target: _Skipped) -> _Skipped:
     """Decorator of a class or a function: Dynamo runs the methods, and all that they call, as they are.
 

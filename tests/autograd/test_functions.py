@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch._inductor.decomposition
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 import wholestep as ws
@@ -38,7 +38,7 @@ from wholestep.autograd import (
     export_joint,
     min_cut_partition,
 )
-from wholestep.errors import UnsupportedError
+from wholestep.errors import CaptureError, UnsupportedError
 from wholestep.ir import check, info
 from wholestep.testing import CompileCounter
 
@@ -413,6 +413,40 @@ def test_dynamos_front_end_gives_its_graphs_to_our_backend(options: Any) -> None
     plain = copy.deepcopy(model)
     compiled = torch.compile(model, backend=dynamo_backend, options=options)
     assert same(train(plain), train(compiled))
+
+
+class ByRate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.drop = nn.Linear(6, 6), nn.Dropout(0.3)
+
+    def forward(self, x: Tensor, rate: float) -> Any:
+        def inner(x: Tensor) -> Tensor:
+            return self.drop(self.linear(x)) * rate
+
+        return torch.utils.checkpoint.checkpoint(inner, self.drop(x), use_reentrant=False)
+
+
+def test_floats_that_dynamo_hands_on_as_tensors() -> None:
+    """`nn.Dropout`'s probability is one where sizes are symbols, read by C++; in checkpoints, too."""
+    torch._dynamo.reset()
+    model, found, captures = ByRate(), [], []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        run = dynamo_backend(gm, inputs)
+        captures.append(run.__closure__[0].cell_contents)
+        return run
+
+    for run in (model, torch.compile(model, backend=backend, dynamic=True, fullgraph=True)):
+        torch.manual_seed(0)
+        for k in range(1, 5):
+            run(torch.ones(3, 6), 1 / k).square().sum().backward()
+        found += [[p.grad for p in model.parameters()], torch.rand(3)]
+        model.zero_grad()
+    assert same(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert sum(compiled.captures for compiled in captures) <= 2
+    with pytest.raises(CaptureError, match=r"take wholestep\.compile in the place of torch\.compile"):
+        dynamo_backend(fx.symbolic_trace(lambda x: x.nonzero()), [])(torch.ones(3))
 
 
 @pytest.mark.parametrize("asked, said", [

@@ -1238,3 +1238,16 @@ def test_attributes_of_fakes():
     with FakeTensorMode():
         fake = torch.empty(2)
     assert all(map(is_fakes_own, vars(fake))) and is_fakes_own("wholestep_ref") and not is_fakes_own("tag")
+
+
+def test_floats_that_dynamo_hands_on_as_tensors() -> None:
+    seen = []
+
+    def backend(gm: Any, inputs: Any) -> Any:
+        places = torch_compat.floats_as_tensors(gm.graph)
+        seen.extend(given.item() for k, given in enumerate(inputs) if k in places)
+        return gm
+
+    torch._dynamo.reset()
+    torch.compile(lambda x, rate: x * rate, backend=backend, dynamic=True)(torch.ones(3, dtype=torch.float64), 0.25)
+    assert seen == [0.25]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import decimal
+import itertools
 import json
 import math
 import struct
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -46,6 +48,10 @@ WHOLE: dict[str, Use] = {
     "a_list": lambda x, p: x * [5.0, 6.0, 7.0, 8.0][p],
     "a_key": lambda x, p: x * {1: 0.5, 2: 2.0}.get(p, 4.0),
     "bit_length": lambda x, p: x * p.bit_length(),
+    "width": lambda x, p: (x, "%*d" % (p, 3)),  # noqa: UP031
+    "permutations": lambda x, p: (x, len([*itertools.permutations("ab", p)])),
+    "deque": lambda x, p: (x, len(deque("abc", p))),
+    "exponent": lambda x, p: (x, str(decimal.Decimal((0, (1,), p)))),
 }  # fmt: skip
 
 # What needs a number's value, whatever its type.

@@ -54,8 +54,10 @@ class Method:
 METHODS = [Method(name, held) for owner in (OF_C, *RANDOM[1:]) for name, held in vars(owner).items()
            if callable(held) and not name.startswith("_")]  # fmt: skip
 METHODS.append(Method("spawn", vars(numpy.random.SeedSequence)["spawn"]))  # which counts
-ATTRIBUTES = [(kind, "state") for kind in numpy.random.BitGenerator.__subclasses__() if "state" in vars(kind)]
-ATTRIBUTES.append((random.Random, "gauss_next"))  # every other number of `gauss`, which does not ask C for it
+ATTRIBUTES: list[tuple[type, str]] = [
+    *((kind, "state") for kind in numpy.random.BitGenerator.__subclasses__() if "state" in vars(kind)),
+    (random.Random, "gauss_next"),  # every other number of `gauss`, which does not ask C for it
+]
 
 
 def _asked(kind: type, name: str, enter: Callable[[Any, Any], None]) -> property:

@@ -220,12 +220,14 @@ def _number_class(name: str, base: type, stands_for: type) -> Any:
     return _Type(name, (base,), table | _methods())
 
 
-def is_for_plain(error: TypeError) -> bool:
+def is_for_plain(error: Exception) -> bool:
     """Whether an error may be that of code which takes no number but Python's own."""
     frame, text = list(traceback.walk_tb(error.__traceback__))[-1][0], str(error)
-    raised = dis.opname[frame.f_code.co_code[frame.f_lasti]] == "RAISE_VARARGS"  # and not by C, which names the type
-    given = raised and any(isinstance(value, HOSTS) for value in frame.f_locals.values())
-    return given or "HostInt" in text or ("HostFloat" in text and re.search(r"\bints?\b", text) is None)
+    given = any(isinstance(value, HOSTS) for value in frame.f_locals.values())
+    if dis.opname[frame.f_code.co_code[frame.f_lasti]] == "RAISE_VARARGS":  # and not by C, which may name the type
+        return given and isinstance(error, TypeError)
+    of_ints = re.search(r"\bint(s|eger)?\b", text) is not None
+    return "HostInt" in text or (not of_ints if "HostFloat" in text else given and of_ints)
 
 
 HostFloat: Any = _number_class("HostFloat", torch.SymFloat, float)

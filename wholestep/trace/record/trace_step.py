@@ -161,7 +161,7 @@ def _outcome(world: Snapshot, result: Any, fn: Callable[..., Any]) -> tuple[list
 
 def _in_our_words(error: Exception, refusal: CaptureError | None) -> CaptureError | None:
     """Why the step cannot be captured, where that made it fail; None where the error is its own."""
-    if isinstance(error, TypeError) and is_for_plain(error) and refusal is None:
+    if isinstance(error, (TypeError, ValueError)) and is_for_plain(error) and refusal is None:
         remedy = f"give it float(…) or int(…) of the number; if it comes from a tensor, {OTHERWISE}"
         return DataDependentError(f"Python needs a plain number: {error}", remedy)
     if isinstance(error, TypeError) and "match pattern must be a" in str(error):
