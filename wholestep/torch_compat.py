@@ -199,6 +199,14 @@ def fake_refusal(error: RuntimeError) -> str | None:
     return next((kind for words, kind in _REFUSALS.items() if words in found), None)
 
 
+def is_linearized() -> bool:
+    """Whether `torch.func.linearize` calls, which runs parts of what it has traced. Seen in torch 2.13."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and frame.f_code is not torch.func.linearize.__code__:
+        frame = frame.f_back
+    return frame is not None
+
+
 def needs_memory(error: BaseException | None) -> bool:
     """True for the error of C++ that asks tensors past the dispatcher: no operator may be deferred before it."""
     return isinstance(error, RuntimeError) and (makes_subclass(error) or fake_refusal(error) == "memory")

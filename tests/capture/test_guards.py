@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import itertools
 import threading
 import types
 from collections.abc import Callable
@@ -495,3 +496,21 @@ def test_threads_that_name_sources_of_each_others_kind_do_not_wait_for_each_othe
     for thread in threads:
         thread.join(10)
     assert {*found} == {"fn.__dict__[0]", "fn[0].__dict__"}
+
+
+def test_objects_that_hold_one_another_in_a_long_chain() -> None:
+    nodes = [types.SimpleNamespace(tensor=torch.full((2,), float(k)), next=None) for k in range(80)]
+    for one, two in itertools.pairwise(nodes):
+        one.next = two
+
+    def summed(node: Any) -> torch.Tensor:
+        total = torch.zeros(2)
+        while node is not None:
+            total, node = total + node.tensor, node.next
+        return total
+
+    compiled = ws.compile(summed, fullgraph=True)
+    for _ in range(2):
+        assert torch.equal(compiled(nodes[0]), summed(nodes[0]))
+        nodes[70].tensor = torch.ones(2)
+    assert compiled.captures == 1

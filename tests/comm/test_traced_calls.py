@@ -168,6 +168,14 @@ def views():
                 given, expected = x.clone(), x.clone()
                 if not torch.equal(run(given), step(expected)) or not torch.equal(given, expected):
                     wrong.append((write.__name__, made))
+
+    def beside(whole, part):
+        comm.all_reduce(whole)
+        return part + 1
+
+    given, expected = x.clone(), x.clone()
+    if not torch.equal(ws.compile(beside, fullgraph=True)(given, given[1]), beside(expected, expected[1])):
+        wrong.append((beside.__name__, False))
     return wrong
 
 

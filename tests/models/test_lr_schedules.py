@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from typing import Any
 
 import pytest
@@ -95,6 +96,7 @@ def test_a_step_may_say_what_its_schedule_has_set(schedule: str) -> None:
     lambda scheduler, x: x * scheduler.get_last_lr()[0], lambda scheduler, x: x if scheduler.last_epoch > 2 else -x,
     lambda scheduler, x: f"{scheduler.get_last_lr()[0]:.3f}", lambda scheduler, x: scheduler.state_dict(),
     lambda scheduler, x: str(scheduler.get_last_lr()), lambda scheduler, x: scheduler.get_last_lr().copy(),
+    lambda scheduler, x: json.dumps(scheduler.get_last_lr()),
 ])  # fmt: skip
 def test_nothing_is_computed_of_what_a_schedule_sets_when_the_step_ends(read: Any) -> None:
     model = nn.Linear(2, 2)

@@ -1251,3 +1251,9 @@ def test_floats_that_dynamo_hands_on_as_tensors() -> None:
     torch._dynamo.reset()
     torch.compile(lambda x, rate: x * rate, backend=backend, dynamic=True)(torch.ones(3, dtype=torch.float64), 0.25)
     assert seen == [0.25]
+
+
+def test_what_linearize_calls() -> None:
+    seen = []
+    torch.func.linearize(lambda x: (seen.append(torch_compat.is_linearized()), x.sin())[1], torch.ones(2))
+    assert seen and all(seen) and not torch_compat.is_linearized()

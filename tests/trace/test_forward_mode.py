@@ -5,6 +5,7 @@ import torch
 from torch.func import hessian, jvp, vmap
 
 import wholestep as ws
+from wholestep.errors import UnsupportedError
 
 C = torch.tensor([2.0, -3.0, 0.5])
 X, T = torch.tensor([float("inf"), -1.0, 2.0]), torch.tensor([1.0, -0.0, 2.0])
@@ -31,3 +32,10 @@ def test_derivatives_are_eagers(case: str) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     last = [result[-1] if isinstance(result, tuple) else result for result in (expected, found)]
     assert torch.equal(*map(torch.signbit, last))
+
+
+def test_what_has_no_memory_and_what_reads_it_are_refused_in_words() -> None:
+    with pytest.raises(UnsupportedError, match="zeros without memory.*\n.*\n.*torch.zeros_like"):
+        ws.compile(lambda x: x + 1, fullgraph=True)(torch._efficientzerotensor(3))  # type: ignore[attr-defined]
+    with pytest.raises(UnsupportedError, match="torch.func.linearize computes with values.*\n.*\n.*torch.func.jvp"):
+        ws.compile(lambda x: torch.func.linearize(lambda x: x.sin() * 2, x)[1](x), fullgraph=True)(X)

@@ -48,14 +48,14 @@ def refusing_reads(nodes: Iterable[Any], hooks_before: int) -> Iterator[None]:
     Raises:
         UnsupportedError: Python that ran in it reads an object that may change before a later backward.
     """
-    seen: set[CodeType] = set()
+    seen: dict[int, CodeType] = {}  # by their ids: to hash one takes longer than what it does
     found: list[tuple[str, CodeType]] = []
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code not in seen and not is_system(code.co_filename):
-            seen.add(code)
-            if _is_own(frame):
+        if event == "call" and id(code) not in seen:
+            seen[id(code)] = code
+            if not is_system(code.co_filename) and _is_own(frame):
                 found.extend((path, code) for path in _reads(frame))
 
     if RemovableHandle.next_id == hooks_before and not any(isinstance(node, BackwardCFunction) for node in nodes):

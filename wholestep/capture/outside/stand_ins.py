@@ -16,7 +16,9 @@ The version counter of a tensor from outside is a `Count`, as a step reads it an
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import traceback
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -179,6 +181,15 @@ _compute = refusing(UnsupportedError, "{} was read after scheduler.step() in the
 for _name in ("add radd sub rsub mul rmul truediv rtruediv floordiv mod pow rpow neg pos abs float int bool index "
               "eq ne lt le gt ge round trunc format hash array str repr").split():
     setattr(Pending, f"__{_name}__", _compute)
+
+
+def refused_by(error: Exception) -> CaptureError | None:
+    """The refusal of what stands for a scheduler's values, where code that takes Python's own types refused it."""
+    frame = list(traceback.walk_tb(error.__traceback__))[-1][0]
+    given = [value for value in frame.f_locals.values() if type(value) is Pending]
+    with contextlib.suppress(CaptureError):
+        float(given[0]) if given else None  # type: ignore[arg-type]
+    return given[0].refused[-1] if given else None
 
 
 def is_of_types(value: Any, kinds: Container[type]) -> bool:

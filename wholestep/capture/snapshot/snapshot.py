@@ -129,18 +129,14 @@ class Snapshot:
         """The tensors among the arguments that no other tensor shares memory with, and that have no history."""
         users = Counter(memory(f.tensor) for f in self.tensors.values())
         free = [f for f in self.tensors.values() if _is_bare(f.tensor) and users[memory(f.tensor)] == 1]
-        return [f for f in free if f.kind in ("tensor", "batch") and self._is_argument(f.source)]
+        held = (torch.nn.Module, torch.optim.Optimizer)
+        holders = {one.source.path for one in self.containers if isinstance(one.owner, held)}
+        return [f for f in free if f.kind in ("tensor", "batch") and _is_argument(f.source, holders)]
 
     def trained_besides(self, sources: Container[str]) -> list[TensorInput]:
         """What optimizers train that is not at one of these sources."""
         trained = [found for key, found in self.tensors.items() if key in self.reachable.trained]
         return [found for found in trained if found.source.text not in sources]
-
-    def _is_argument(self, source: Source) -> bool:
-        """Whether a source is an argument, or inside of one that is no module or optimizer."""
-        *_, root = above = [*lineage(source)]
-        held = any(isinstance(s.read(self.call), (torch.nn.Module, torch.optim.Optimizer)) for s in above[1:])
-        return not held and isinstance(root, Root) and root.argument is not None
 
     # what must hold ------------------------------------------------------------------------------------
 
@@ -186,6 +182,12 @@ class Snapshot:
         self.substitutes.restore()
         if failures:
             raise failures[0]
+
+
+def _is_argument(source: Source, holders: Container[str]) -> bool:
+    """Whether a source is an argument, or inside of one that is none of the holders, given by their paths."""
+    *_, root = above = [*lineage(source)]
+    return isinstance(root, Root) and root.argument is not None and not any(s.path in holders for s in above)
 
 
 def _is_bare(tensor: torch.Tensor) -> bool:

@@ -38,6 +38,7 @@ from wholestep.torch_compat import (
     dispatching,
     fake_refusal,
     function_modes_off,
+    is_linearized,
 )
 from wholestep.trace.functionalize.storage_resize import OWNERS
 from wholestep.trace.numbers.decisions import OTHERWISE
@@ -177,7 +178,10 @@ class TorchCalls(TorchFunctionMode):
             if kind != "memory":
                 raise
             what = f"{name} reads a tensor's memory in C++, which is only there when the step runs"
-            raise UnsupportedError(what, "use padded tensors and masks, or call it outside") from error
+            remedy = "use padded tensors and masks, or call it outside"
+            if is_linearized():
+                what, remedy = "torch.func.linearize computes with values while it traces", "use torch.func.jvp"
+            raise UnsupportedError(what, remedy) from error
         if type(out) in (torch.SymFloat, torch.SymInt) and isinstance(out.node, HostNode):
             return make_host(out.node)  # `.item()` came back through C++
         return out

@@ -17,7 +17,7 @@ from wholestep.functional import OFFSETS
 from wholestep.ir import InputKind
 from wholestep.marks import wrapped_as
 from wholestep.nested import leaves, map_leaves
-from wholestep.torch_compat import HOOK_TABLES, IS_VIEW, FakeTensor, fake_of, generator_id, no_modes
+from wholestep.torch_compat import HOOK_TABLES, IS_VIEW, FakeTensor, fake_of, generator_id, is_zero_tensor, no_modes
 from wholestep.trace.functionalize.aliases import Geometry, Ref, elements
 from wholestep.trace.record.graph_builder import GraphBuilder, fake_value
 
@@ -191,6 +191,9 @@ class Inputs:
         if tensor.layout != torch.strided or tensor.is_quantized:
             kind = "quantized" if tensor.is_quantized else "nested" if tensor.is_nested else "sparse"
             raise UnsupportedError(f"{found.source} holds a {kind} tensor between calls", "use dense tensors")
+        if is_zero_tensor(tensor):
+            what = f"{found.source} is zeros without memory, as forward-mode differentiation makes them"
+            raise UnsupportedError(what, "pass zeros with memory: torch.zeros_like(x)")
         if found.unlike:
             what = f"{found.source} has a history, and is a view of a tensor that the step can see too"
             raise UnsupportedError(what, "make the view inside of the step, or pass it detached")
@@ -219,7 +222,7 @@ class Inputs:
             raise UnsupportedError(f"{found.source} shares written memory under another dtype")
         base.members.append(tensor)
         ref = base.ref.strided(Geometry.of(tensor))
-        with self.builder.fake_mode, torch.no_grad():
+        with no_modes(), self.builder.fake_mode, torch.no_grad():  # a collective asks, with the recorder on
             view = torch.as_strided(base.fake, *ref.args)
         item = TracedInput(base.node, found.source, tensor, ref, view)
         self.asked[id(item), "storage offset"] = item

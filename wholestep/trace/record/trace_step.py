@@ -12,6 +12,7 @@ import torch
 from wholestep.capture import Args, Effect, Kwargs, Snapshot, new_values, outcome, state_outputs
 from wholestep.capture.effects.recipes import Value
 from wholestep.capture.guards.compared_values import memory
+from wholestep.capture.outside.stand_ins import refused_by
 from wholestep.errors import CaptureError, DataDependentError, LeakError, UnsupportedError
 from wholestep.ir import Input
 from wholestep.nested import leaves
@@ -164,6 +165,8 @@ def _in_our_words(error: Exception, refusal: CaptureError | None) -> CaptureErro
     if isinstance(error, (TypeError, ValueError)) and is_for_plain(error) and refusal is None:
         remedy = f"give it float(…) or int(…) of the number; if it comes from a tensor, {OTHERWISE}"
         return DataDependentError(f"Python needs a plain number: {error}", remedy)
+    if isinstance(error, TypeError) and refusal is None and (of_schedule := refused_by(error)) is not None:
+        return of_schedule
     if isinstance(error, TypeError) and "match pattern must be a" in str(error):
         what = "the step has a class pattern of type itself, for which another function stands while it is traced"
         return UnsupportedError(what, "write isinstance(value, type) in its place")
