@@ -233,11 +233,15 @@ def test_a_port_that_is_taken_and_one_where_nobody_is():
         comm.TCPStore("localhost", port, timeout=QUICK)
 
 
-@pytest.mark.parametrize("port", [-1, 65536, 99999])
+@pytest.mark.parametrize("port", [-1, 65536, 99999, "22", 1.5, None])
 @pytest.mark.parametrize("master", [False, True])
 def test_a_port_that_is_none(port, master):
-    with pytest.raises(ValueError, match=f"{port} is not a port"):
+    with pytest.raises(ValueError, match=f"{port!r} is not a port"):
         comm.TCPStore("localhost", port, is_master=master, timeout=QUICK)
+    with pytest.raises(TypeError, match="a host is a name or an address as text, found 5"):
+        comm.TCPStore(5, 0, is_master=master, timeout=QUICK)
+    with pytest.raises(comm.DistNetworkError, match="is unknown" if master else "label too long"):
+        comm.TCPStore("a" * 300, 0, is_master=master, timeout=QUICK)
 
 
 def test_the_default_store_times_out_too(tmp_path):

@@ -86,6 +86,7 @@ from wholestep.torch_compat import (
     fake_of,
     fake_refusal,
     fake_view,
+    floats_as_tensors,
     full_precision,
     function_modes,
     function_modes_disabled,
@@ -102,6 +103,7 @@ from wholestep.torch_compat import (
     is_deferring,
     is_fakes_own,
     is_inside,
+    is_linearized,
     is_one_of_several,
     is_one_operator,
     is_zero_tensor,
@@ -1244,7 +1246,7 @@ def test_floats_that_dynamo_hands_on_as_tensors() -> None:
     seen = []
 
     def backend(gm: Any, inputs: Any) -> Any:
-        places = torch_compat.floats_as_tensors(gm.graph)
+        places = floats_as_tensors(gm.graph)
         seen.extend(given.item() for k, given in enumerate(inputs) if k in places)
         return gm
 
@@ -1255,5 +1257,5 @@ def test_floats_that_dynamo_hands_on_as_tensors() -> None:
 
 def test_what_linearize_calls() -> None:
     seen = []
-    torch.func.linearize(lambda x: (seen.append(torch_compat.is_linearized()), x.sin())[1], torch.ones(2))
-    assert seen and all(seen) and not torch_compat.is_linearized()
+    torch.func.linearize(lambda x: (seen.append(is_linearized()), x.sin())[1], torch.ones(2))
+    assert seen and all(seen) and not is_linearized()

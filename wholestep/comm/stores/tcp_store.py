@@ -49,7 +49,7 @@ def is_loopback(host: str) -> bool:
     """True when every address of the host is on the loopback interface."""
     try:
         found = {info[4][0] for info in socket.getaddrinfo(host, None)}
-    except OSError as failure:
+    except (OSError, UnicodeError) as failure:
         raise DistNetworkError(f"host {host!r} is unknown: {failure}") from failure
     return all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in found)
 
@@ -82,8 +82,10 @@ class TCPStore(Store):
         secret: str | None = None,
     ) -> None:
         super().__init__(timeout)
-        if not 0 <= port <= 65535:
-            raise ValueError(f"TCPStore: {port} is not a port: 0 to 65535 is required")
+        if not hasattr(port, "__index__") or not 0 <= port <= 65535:
+            raise ValueError(f"TCPStore: {port!r} is not a port: 0 to 65535 is required")
+        if not isinstance(host_name, str):
+            raise TypeError(f"TCPStore: a host is a name or an address as text, found {host_name!r}")
         self.host, self.port = host_name, port
         self._secret = secret if secret is not None else os.environ.get(SECRET_VARIABLE, "")
         self._server: Server | None = None
@@ -130,7 +132,7 @@ class TCPStore(Store):
         while True:
             try:
                 self._connection = Connection.to((self.host, self.port), end, SLACK)
-            except OSError as failure:
+            except (OSError, UnicodeError) as failure:
                 if time.monotonic() >= end:
                     raise DistNetworkError(
                         f"TCPStore: no answer from {self.host}:{self.port} within {self._timeout}: {failure}; "
