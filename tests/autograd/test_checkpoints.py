@@ -271,3 +271,17 @@ def test_gradients_beside_a_functions_results_in_a_whole_step() -> None:
         run = compile(step)
         found.append([run(torch.tensor([1, 5, 2])), *(p.grad for p in model.parameters() if p.grad is not None)])
     assert len(found[0]) == len(found[1]) == 5 and all(map(torch.equal, *found))
+
+
+def test_what_a_selective_checkpoint_refuses_is_said_as_in_eager() -> None:
+    def keep_all(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep_all)
+
+    def dropped(x: Tensor) -> Any:
+        return checkpoint(lambda x: F.dropout(x.sin(), 0.5).sin(), x, use_reentrant=False, context_fn=contexts)
+
+    for run in (dropped, ws.compile(dropped, fullgraph=True)):
+        with pytest.raises(RuntimeError, match="selective activation checkpoint has been mutated"):
+            run(torch.ones(3, requires_grad=True)).sum().backward()

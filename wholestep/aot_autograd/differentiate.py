@@ -215,6 +215,7 @@ def _gradients(
             raise UnsupportedError(str(error), "call backward() inside of it", where=line_of(error)) from error
         if NO_ADDRESS in str(error):
             raise UnsupportedError(str(error), remedy="address memory outside of compiled functions") from error
+        together = str(error)
     except Exception as error:  # one of a user's function is raised by eager's backward, others by its forward
         if all(is_library(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)):
             raise
@@ -228,7 +229,8 @@ def _gradients(
         except CaptureError:
             raise
         except (RuntimeError, NotImplementedError) as error:
-            refused.append((output, str(error)))
+            spent = str(error).startswith(FREED)  # by the first attempt, as what a checkpoint has kept
+            refused.append((output, together if spent else str(error)))
     outputs, tangents = [outputs[i] for i in kept], [tangents[i] for i in kept]
     run = _run(outputs, [t for t, _ in tangents], roots) if kept else [[] for _ in roots]
     return outputs, [node for _, node in tangents], run
