@@ -30,6 +30,7 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
     "in place": lambda x: x * torch.empty_like(x).uniform_(),
     "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None].sin(), x[None], dropout_p=0.4)[0],
 }
+FILLED = {"rrelu": lambda x: F.rrelu(x, training=True)}  # what is saved before the kernel fills it
 
 
 class Block(nn.Module):
@@ -38,7 +39,7 @@ class Block(nn.Module):
         self.linear, self.draw = nn.Linear(8, 8), draw
 
     def forward(self, x: Tensor) -> Tensor:
-        return DRAWS[self.draw](self.linear(x))
+        return (DRAWS | FILLED)[self.draw](self.linear(x))
 
 
 class Model(nn.Module):
@@ -120,6 +121,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     **{draw: functools.partial(Model, draw) for draw in DRAWS},
     "nested": lambda: Model("dropout", nested=True),
     "reentrant": lambda: Model("dropout", use_reentrant=True),
+    "reentrant, filled": lambda: Model("rrelu", use_reentrant=True),
+    "reentrant, other numbers again": lambda: Model("dropout", use_reentrant=True, preserve_rng_state=False),
     "reentrant, nested": lambda: Model("rand_like", nested=True, use_reentrant=True),
     "other numbers again": lambda: Model("dropout", nested=True, preserve_rng_state=False),
     "no check": lambda: Model("rand_like", determinism_check="none", early_stop=False),

@@ -223,7 +223,9 @@ def _checkpointed(function: Callable[..., Any], preserve_rng_state: bool, *args:
     checkpoints.check_backward_validity(args)
     wanted = [torch.is_grad_enabled() and isinstance(a, torch.Tensor) and a.requires_grad for a in args]
     if any(wanted):
-        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": preserve_rng_state}
+        # to its end, as a reentrant one: what a kernel fills is read then, and all numbers are drawn again
+        options: dict[str, Any] = {"use_reentrant": False, "early_stop": False}
+        options["preserve_rng_state"] = preserve_rng_state
         args = tuple([_CheckpointInput.apply(a) if leaf else a for a, leaf in zip(args, wanted, strict=True)])
         return checkpoints.checkpoint(function, *args, **options)
     with torch.no_grad():
@@ -242,6 +244,8 @@ def _dynamos_checkpoint(operator: Any, body: Any, *args: Any, **kwargs: Any) -> 
         return body(*(next(given) if graded else a for a, graded in zip(args, wanted, strict=True)))
 
     options = kwargs | checkpoint_contexts(body) | {"use_reentrant": False}
+    if kwargs.get("use_reentrant"):
+        options["early_stop"] = False
     return checkpoints.checkpoint(run, *(a for a, graded in zip(args, wanted, strict=True) if graded), **options)
 
 
