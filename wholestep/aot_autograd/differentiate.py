@@ -229,7 +229,7 @@ def _gradients(
         except CaptureError:
             raise
         except (RuntimeError, NotImplementedError) as error:
-            spent = str(error).startswith(FREED)  # by the first attempt, as what a checkpoint has kept
+            spent = str(error).startswith(SECOND_TIME)  # by the first attempt, as what a checkpoint has kept
             refused.append((output, together if spent else str(error)))
     outputs, tangents = [outputs[i] for i in kept], [tangents[i] for i in kept]
     run = _run(outputs, [t for t, _ in tangents], roots) if kept else [[] for _ in roots]
