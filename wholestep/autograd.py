@@ -1,7 +1,8 @@
 """Ahead-of-time autograd: joint graphs, partitions, the user's own compilers, and compiled `backward()`.
 
 The public names of the room `aot_autograd/`. They stand above the pipeline, which imports that room.
-May import: aot_autograd, capture_call, compiled, ir, lower, passes, pipeline, runtime, spmd, trace.
+May import: aot_autograd, capture_call, compiled, errors, ir, lower, passes, pipeline, runtime, spmd,
+torch_compat, trace.
 """
 
 from __future__ import annotations
