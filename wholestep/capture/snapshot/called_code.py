@@ -60,7 +60,7 @@ class CalledCode:
             self.codes[id(code)] = code, table
             for holder, names, _ in _holders(code, table):
                 values = [(name, original(holder, name)) for name in names]
-                self._seen += [(holder, name, copy.copy(value)) for name, value in values]
+                self._seen += [(holder, name, _copied(value)) for name, value in values]
                 functions = [inspect.unwrap(value) for _, value in values if isinstance(value, FunctionType)]
                 todo += [(f.__code__, f.__globals__) for f in functions if _is_code_of_package(f.__code__)]
 
@@ -104,6 +104,10 @@ def _holders(code: CodeType, table: Table) -> Iterator[tuple[Any, tuple[str, ...
         below = source if isinstance(holder, type) else sources.Vars(source)
         step = sources.Method if isinstance(holder, type) else sources.Item
         todo += [(value, step(below, name)) for name, value in found.items()]
+
+
+def _copied(value: Any) -> Any:
+    return copy.copy(value) if type(value) in (dict, list, set) else value
 
 
 def _is_code_of_package(code: CodeType) -> bool:
