@@ -41,6 +41,21 @@ def _scale_of(owner): return owner.scale
 class Settings:
     scale = 1.0
 
+class Base:
+    table = {}
+
+    def __getitem__(self, name): return self.own.get(name) or self.table[name]
+
+class Registry(Base):
+    table = {}
+
+    def __init__(self): self.own = {}
+
+REGISTERED = Registry()
+
+def by_object(x): return REGISTERED["mine"](x * 1)
+def by_own_table(x): return REGISTERED["own"](x * 1)
+
 def by_class(x): return (x * 1) * Settings.scale
 
 class Scaled(torch.nn.Module):
@@ -50,7 +65,10 @@ class Scaled(torch.nn.Module):
         super().__init__()
         self.config = config
 
-    def forward(self, x): return (x * 1) * self.config.scale * self.note
+    @property
+    def factor(self): return self.config.scale * self.note
+
+    def forward(self, x): return (x * 1) * self.factor
 
 def counting(x):
     global calls
@@ -163,13 +181,17 @@ def test_a_configuration_that_a_librarys_module_holds(library: ModuleType) -> No
     _equal(lambda x: model(x), lambda value: setattr(config, "scale", value))
 
 
-@pytest.mark.parametrize("function", ["by_variable", "by_table", "by_class", "by_helper", "by_registry", "by_list"])
+VARIABLES = ["by_variable", "by_table", "by_class", "by_helper", "by_registry", "by_list", "by_object", "by_own_table"]
+
+
+@pytest.mark.parametrize("function", VARIABLES)
 def test_variables_of_a_library(library: ModuleType, function: str) -> None:
     def change(value: float) -> None:
         library.LEVEL = library.TABLE["scale"] = library.Settings.scale = value
         library.helper = first if value == 1 else second
         library.REGISTRY["mine"], library.CALLBACKS[:] = library.helper, [lambda: STATE["scale"]]
         STATE["scale"] = value
+        library.Registry.table["mine"] = library.REGISTERED.own["own"] = library.helper
 
     first, second = library.helper, lambda x: x * 3
     read = getattr(library, function)
@@ -179,6 +201,12 @@ def test_variables_of_a_library(library: ModuleType, function: str) -> None:
 def test_values_set_on_a_librarys_class(library: ModuleType) -> None:
     model = library.Scaled(Plain())
     _equal(lambda x: model(x), lambda value: setattr(library.Scaled, "note", value))
+
+
+def test_methods_of_a_librarys_class_that_are_replaced(library: ModuleType) -> None:
+    model, first = library.Scaled(Plain()), library.Scaled.forward
+    ways = {1.0: first, 3.0: lambda self, x: x * 3}
+    _equal(lambda x: model(x), lambda value: setattr(library.Scaled, "forward", ways[value]))
 
 
 def test_what_a_library_counts_and_keeps_for_itself_is_no_guard(library: ModuleType) -> None:

@@ -24,6 +24,7 @@ from wholestep.capture.snapshot.user_code import origin
 from wholestep.patches import original
 
 Table = dict[str, Any]
+Found = tuple[Any, sources.Source]
 _METHOD_FLAG = sys.version_info >= (3, 12)  # of LOAD_ATTR, where a method is called
 
 
@@ -33,13 +34,13 @@ class CalledCode:
 
     Attributes:
         functions: the user's, which nothing else in reach of the step leads to.
-        codes: code of installed packages, by its id, with its module's variables.
+        codes: code of installed packages, with its module's variables and the object that it is called for, if known.
         user: code of the user's that ran.
         changing: variables that a step itself sets: by id of what holds them and name, with that.
     """
 
     functions: list[Callable[..., Any]] = field(default_factory=list)
-    codes: dict[int, tuple[CodeType, Table]] = field(default_factory=dict)
+    codes: dict[tuple[int, int], tuple[CodeType, Table, Found | None]] = field(default_factory=dict)
     user: dict[int, CodeType] = field(default_factory=dict)
     changing: dict[tuple[int, str], Any] = field(default_factory=dict)
     _seen: list[tuple[Any, str, Any]] = field(default_factory=list)
@@ -52,17 +53,17 @@ class CalledCode:
 
         Those may run without an operator of their own, as one that gives a number out of a configuration.
         """
-        todo = [(code, table)]
+        todo: list[tuple[CodeType, Table, Found | None]] = [(code, table, None)]
         while todo:
-            code, table = todo.pop()
-            if id(code) in self.codes:
+            code, table, given = called = todo.pop()
+            key = id(code), id(given[0] if given else None)
+            if key in self.codes:
                 continue
-            self.codes[id(code)] = code, table
-            for holder, names, _ in _holders(code, table):
+            self.codes[key] = called
+            for holder, names, _, of in _holders(*called):
                 values = [(name, original(holder, name)) for name in names]
                 self._seen += [(holder, name, _copied(value)) for name, value in values]
-                functions = [inspect.unwrap(value) for _, value in values if isinstance(value, FunctionType)]
-                todo += [(f.__code__, f.__globals__) for f in functions if _is_code_of_package(f.__code__)]
+                todo += [(f.__code__, f.__globals__, of) for _, value in values for f in _functions(value)]
 
     def settle(self) -> None:
         """At the end of a capture: leaves out what has changed since, which a package counts or keeps for itself."""
@@ -75,50 +76,72 @@ class CalledCode:
     def of_libraries(self) -> Iterator[tuple[Any, tuple[str, ...], sources.Source]]:
         """What holds variables that code of packages reads, their names there, and its source."""
         met = set(self.changing)
-        for code, table in self.codes.values():
-            for holder, names, source in _holders(code, table):
+        for called in self.codes.values():
+            for holder, names, source, _ in _holders(*called):
                 fresh = tuple(name for name in names if (id(holder), name) not in met)
                 met.update((id(holder), name) for name in fresh)
                 if fresh:
                     yield holder, fresh, source
 
 
-def _holders(code: CodeType, table: Table) -> Iterator[tuple[Any, tuple[str, ...], sources.Source]]:
-    """Modules, classes and objects of packages that code names, and what it names there: plain values, functions."""
+def _holders(code: CodeType, table: Table, given: Found | None = None
+             ) -> Iterator[tuple[Any, tuple[str, ...], sources.Source, Found | None]]:
+    """Modules, classes and objects of packages that code names, and what it names there: plain values, functions.
+
+    Of its own class, and of those of objects that it names, the bases too, and methods that need no name.
+
+    Yields:
+        What holds, names there, its source, and the object whose class it is, or that it is.
+    """
     module = sys.modules.get(str(table.get("__name__")))
     if module is None or vars(module) is not table:
         return
-    todo: list[tuple[Any, sources.Source]] = [(module, sources.module(module.__name__))]
-    owner = vars(module).get(code.co_qualname.partition(".")[0])
+    parts = code.co_qualname.split(".")
+    names, met, of_objects = named(code) | {parts[-1]}, set[int](), set[int]()
+    todo: list[tuple[Any, sources.Source, Found | None]] = [(module, sources.module(module.__name__), None)]
+    todo += [(*given, given)] if given else []
+    owner = vars(module).get(parts[0])
     if isinstance(owner, type):  # whose other methods it may call
+        of_objects |= {id(base) for base in owner.__mro__}
         above = sources.Item(sources.Vars(todo[0][1]), owner.__name__)
-        todo += [(base, above if base is owner else sources.Attr(above, base.__name__)) for base in owner.__mro__]
-    names, met = named(code), set[int]()
+        todo += [(base, above if base is owner else sources.Attr(above, base.__name__), None) for base in owner.__mro__]
     while todo:
-        holder, source = todo.pop()
+        holder, source, of = todo.pop()
         if id(holder) in met or not _is_installed(holder):
             continue
         met.add(id(holder))
-        found = {name: original(holder, name) for name in sorted(names & vars(holder).keys())}
-        yield holder, tuple(name for name, value in found.items() if _is_compared(value)), source
-        below = source if isinstance(holder, type) else sources.Vars(source)
-        step = sources.Method if isinstance(holder, type) else sources.Item
-        todo += [(value, step(below, name)) for name, value in found.items()]
+        of_class = isinstance(holder, type)
+        here = names | _UNNAMED if id(holder) in of_objects else names
+        found = {name: original(holder, name) for name in sorted(here & vars(holder).keys())}
+        yield holder, tuple(name for name, value in found.items() if _is_compared(value)), source, of
+        below, step = (source, sources.Method) if of_class else (sources.Vars(source), sources.Item)
+        held = [(value, step(below, name)) for name, value in found.items()]
+        todo += [(*one, None if isinstance(one[0], (type, ModuleType)) else one) for one in held]
+        if not isinstance(holder, (type, ModuleType)):
+            of_objects |= {id(base) for base in type(holder).__mro__}
+            todo += [(base, sources.Attr(source, base.__name__), of) for base in type(holder).__mro__]
+
+
+# Methods that code calls without their names.
+_UNNAMED = frozenset({"__getitem__", "__call__", "__contains__", "__getattr__", "__missing__", "__iter__", "__len__"})
+
+
+def _functions(value: Any) -> list[FunctionType]:
+    """The functions of packages that run where one, or a property, is used."""
+    given = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
+    found = [inspect.unwrap(one) for one in given if isinstance(one, FunctionType)]
+    return [f for f in found if origin(f.__code__.co_filename) == "installed"]
 
 
 def _copied(value: Any) -> Any:
     return copy.copy(value) if type(value) in (dict, list, set) else value
 
 
-def _is_code_of_package(code: CodeType) -> bool:
-    return origin(code.co_filename) == "installed"
-
-
 def _is_compared(value: Any) -> bool:
     """Whether a guard can compare a variable: plain values, functions and tables of these."""
     if type(value) in (dict, list, tuple):
         return all(map(_is_compared, value.values() if type(value) is dict else value))
-    return is_data(value) or type(value) is FunctionType
+    return is_data(value) or type(value) in (FunctionType, property, staticmethod, classmethod)
 
 
 def _is_installed(holder: Any) -> bool:

@@ -81,7 +81,7 @@ def _add_called(found: Reachable, called: CalledCode) -> None:
     read = found.names_read
     for code in called.user.values():
         read.names |= named(code)
-    for code, _ in called.codes.values():
+    for code, *_ in called.codes.values():
         read.by_libraries |= attributes_read(code)
         read.called |= named(code)
     for holder, names, source in called.of_libraries():

@@ -63,7 +63,7 @@ class RunningCode:
                 self.request = self.request or UnmetCode(code)
                 raise self.request
             called.user[id(code)] = code
-        elif place == "installed" and id(code) not in called.codes:
+        elif place == "installed":
             called.note(code, frame.f_globals)
         self._known[id(code)] = place, code
         return self._known[id(code)]
