@@ -26,6 +26,9 @@ from wholestep.trace.outputs.leaks import take_back
 CALLS_A_WALK, CALLS_A_LONG_WALK = 16, 256
 
 
+_INTERNAL = "internal error: guards failed on the call they were made from: {}"
+
+
 class StepRunner:
     """Runs the calls of one step.
 
@@ -96,12 +99,14 @@ class StepRunner:
             self.eager_calls += 1
             return collecting(self._fn)(*args, **kwargs)
         outcome: Any = failure
-        while type(outcome) is GuardFailure:  # again where Python decides otherwise than the capture went on
+        while type(outcome) is GuardFailure:  # again where Python decides otherwise than the capture
             self._executor.preflight.announce_capture()
-            entry = self._capture(args, kwargs, outcome)
+            failure, entry = outcome, self._capture(args, kwargs, outcome)
             if isinstance(entry, Exception):
                 return self._run_python(entry, args, kwargs)
             outcome = self._first_call(entry, args, kwargs, ready)
+            if type(outcome) is GuardFailure and outcome.reason == failure.reason and not outcome.outcomes:
+                raise WholestepError(_INTERNAL.format(outcome.reason))
         return outcome
 
     def _capture(self, args: Args, kwargs: Kwargs, failure: GuardFailure) -> Entry | Exception:
@@ -121,8 +126,12 @@ class StepRunner:
             outcome = self._run(entry, values, args, kwargs, ready) if type(values) is list else values
             if type(outcome) is not GuardFailure:
                 self._capturer.keep()
-            elif not outcome.outcomes or not (self._capturer.from_template or self._executor.decides_together):
-                raise WholestepError(f"internal error: guards failed on the call they were made from: {outcome.reason}")
+            elif outcome.outcomes:
+                internal = not (self._capturer.from_template or self._executor.decides_together)
+            else:  # another thread has changed a value
+                internal = not self._executor.plain
+            if type(outcome) is GuardFailure and internal:
+                raise WholestepError(_INTERNAL.format(outcome.reason))
             return outcome
         finally:
             self._capturer.undo()

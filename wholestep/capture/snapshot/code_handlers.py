@@ -6,13 +6,12 @@ that a guard could see, save through objects that are walked anyway.
 
 from __future__ import annotations
 
-import abc
 import builtins
 import copyreg
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
@@ -133,7 +132,6 @@ def _modules(
     place, of_names = sources.Globals(source, function.__module__ or ""), global_names(function.__code__)
     holders = [(table[name], sources.of_module(place, name)) for name in of_names if name in table]
     holders += [(held, source) for cell in function.__closure__ or () for held in kinds.CELL.read(cell).values()]
-    _note_abstract(found, [holder for holder, _ in holders])
     holders = [(holder, where) for holder, where in holders
                if isinstance(holder, types.ModuleType) or not is_walked(type(holder))]
     if imports(function.__code__):
@@ -161,17 +159,11 @@ def _modules(
         met[id(holder)] = all_of = vars(holder)
         held = {name: original(holder, name) for name in sorted(names & all_of.keys())}  # another thread may patch it
         holders += [(value, sources.Item(sources.Vars(where), name)) for name, value in held.items()]
-        _note_abstract(found, held.values())
         fresh = tuple(name for name, value in held.items() if (id(all_of), name) not in found.used_globals
                       and (is_data(value) or type(value) in _CODE))
         if fresh:
             found.used_globals.update((id(all_of), name) for name in fresh)
             found.add(UsedGlobals(all_of, fresh, holder), sources.Vars(where), kinds.GLOBALS)
-
-
-def _note_abstract(found: Reachable, values: Iterable[Any]) -> None:
-    if any(isinstance(value, abc.ABCMeta) for value in values):
-        found.outside.settings.note("classes registered with abstract ones", abc.get_cache_token)
 
 
 _CODE = types.FunctionType, types.BuiltinFunctionType, type
