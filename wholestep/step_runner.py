@@ -126,11 +126,11 @@ class StepRunner:
             outcome = self._run(entry, values, args, kwargs, ready) if type(values) is list else values
             if type(outcome) is not GuardFailure:
                 self._capturer.keep()
-            elif outcome.outcomes:
-                internal = not (self._capturer.from_template or self._executor.decides_together)
-            else:  # another thread has changed a value
-                internal = not self._executor.plain
-            if type(outcome) is GuardFailure and internal:
+                return outcome
+            expected = self._executor.plain  # where another thread has changed a value
+            if outcome.outcomes:
+                expected = self._capturer.from_template or self._executor.decides_together
+            if not expected:
                 raise WholestepError(_INTERNAL.format(outcome.reason))
             return outcome
         finally:

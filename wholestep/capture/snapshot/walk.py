@@ -71,7 +71,7 @@ def extend(found: Reachable, called: CalledCode) -> bool:
     """
     _add_called(found, called)
     if any(handler(type(container.before[key])) is not None  # type: ignore[arg-type]
-           for container, key, _ in _seen(found)):
+           for container, key, _ in _seen(found)[0]):
         return False
     _finish(found)
     return True
@@ -169,15 +169,20 @@ def _reveal(found: Reachable) -> bool:
     """Queues attributes whose names have come into use; True when there are any."""
     if not found.hidden:
         return False
-    seen = _seen(found)
-    found.hidden = [entry for entry in found.hidden if entry not in seen]
+    seen, found.hidden = _seen(found)
     for container, key, source in reversed(seen):
         container.ignored -= {key}
         found.queued.append((container.before[key], source))
     return bool(seen)
 
 
-def _seen(found: Reachable) -> list[tuple[Container, Any, Source]]:
-    """The hidden attributes whose names have come into use."""
-    names = found.names_read.settle() | found.names_read.by_libraries
-    return [entry for entry in found.hidden if found.names_read.anything or entry[1] in names]
+_Hidden = list[tuple[Container, Any, Source]]
+
+
+def _seen(found: Reachable) -> tuple[_Hidden, _Hidden]:
+    """The hidden attributes whose names have come into use, and the others."""
+    names, anything = found.names_read.settle() | found.names_read.by_libraries, found.names_read.anything
+    parts: tuple[_Hidden, _Hidden] = [], []
+    for entry in found.hidden:
+        parts[not (anything or entry[1] in names)].append(entry)
+    return parts
