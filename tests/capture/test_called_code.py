@@ -21,6 +21,7 @@ from torch.utils import _pytree
 import wholestep as ws
 
 LIBRARY = """
+import functools
 import torch
 
 LEVEL, TABLE, calls, cache, REGISTRY, CALLBACKS = 1.0, {"scale": 1.0}, 0, {}, {}, []
@@ -36,6 +37,9 @@ def by_registry(x): return REGISTRY["mine"](x * 1)
 def by_function(x, owner): return (x * 1) * _scale_of(owner)
 def by_list(x): return (x * 1) * CALLBACKS[0]()
 def _scale_of(owner): return owner.scale
+@functools.wraps(torch.add)
+def _of_c(): return LEVEL
+def by_decorated(x): return (x * 1) * _of_c()
 
 class Settings:
     scale = 1.0
@@ -180,7 +184,8 @@ def test_a_configuration_that_a_librarys_module_holds(library: ModuleType) -> No
     _equal(lambda x: model(x), lambda value: setattr(config, "scale", value))
 
 
-VARIABLES = ["by_variable", "by_table", "by_class", "by_helper", "by_registry", "by_list", "by_object", "by_own_table"]
+VARIABLES = ["by_variable", "by_table", "by_class", "by_helper", "by_registry", "by_list", "by_object", "by_own_table",
+             "by_decorated"]
 
 
 @pytest.mark.parametrize("function", VARIABLES)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import dis
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -127,9 +126,13 @@ _UNNAMED = frozenset({"__getitem__", "__call__", "__contains__", "__getattr__", 
 
 
 def _functions(value: Any) -> list[FunctionType]:
-    """The functions of packages that run where one, or a property, is used."""
-    given = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
-    found = [inspect.unwrap(one) for one in given if isinstance(one, FunctionType)]
+    """The functions of packages that run where one, or a property, is used: decorators' and what they wrap."""
+    todo = [value.fget, value.fset] if isinstance(value, property) else [getattr(value, "__func__", value)]
+    found: list[FunctionType] = []
+    for one in todo:  # what is wrapped may be of C, or a class
+        if isinstance(one, FunctionType) and one not in found:
+            found.append(one)
+            todo.append(getattr(one, "__wrapped__", None))
     return [f for f in found if origin(f.__code__.co_filename) == "installed"]
 
 
