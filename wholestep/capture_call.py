@@ -13,7 +13,7 @@ from typing import Any
 from wholestep.aot_autograd.differentiate import differentiate
 from wholestep.capture import Args, CalledCode, Kwargs, PartsOf, Snapshot, functions_of, new_objects
 from wholestep.capture.outside.external_calls import FirstImportError
-from wholestep.errors import LeakError
+from wholestep.errors import LeakError, UnsupportedError
 from wholestep.patches import is_suspended
 from wholestep.spmd import BufferBroadcast
 from wholestep.step_log import collecting
@@ -23,6 +23,7 @@ from wholestep.trace.outputs.leaks import Watch
 
 TakeSnapshot = Callable[..., Snapshot]  # called as `Snapshot` is
 
+_MOST_WALKS = 64
 _thread = threading.local()
 _lock = threading.RLock()  # a capture puts fake numbers and aliases where all threads see them
 
@@ -116,6 +117,10 @@ class _Attempt:
         if isinstance(request, FirstImportError):
             return replace(self, walks=self.walks + 1)
         if isinstance(request, UnmetCode):
+            if self.walks == _MOST_WALKS or request.code in {f.__code__ for f in called.functions}:
+                what, code = "is code that each call makes anew", request.code
+                raise UnsupportedError(f"{code.co_qualname} {what}", "make it once, outside of the step",
+                                       where=f"{code.co_filename}:{code.co_firstlineno}")
             called.functions += functions_of(request.code)
             return replace(self, walks=self.walks + 1)
         if isinstance(request, ReentrantCheckpoint):

@@ -234,6 +234,20 @@ def test_what_a_library_counts_and_keeps_for_itself_is_no_guard(library: ModuleT
     assert step.recompiles == []
 
 
+def test_code_that_each_call_makes_anew() -> None:
+    def step(x: Tensor) -> Tensor:
+        names: dict[str, Any] = {"STATE": STATE}
+        exec(compile("def scaled(x): return x * STATE['scale']", "<made>", "exec"), names)
+        result: Tensor = names["scaled"](x)
+        return result
+
+    compiled = ws.compile(step)
+    assert torch.equal(compiled(torch.ones(2)), step(torch.ones(2)))
+    assert "makes anew" in compiled.breaks[0]
+    with pytest.raises(ws.errors.UnsupportedError, match="makes anew"):
+        ws.compile(step, fullgraph=True)(torch.ones(2))
+
+
 STEPS: dict[str, Callable[[Tensor], Tensor]] = {
     "a Python kernel": lambda x: torch.ops.wholestep_called.scaled(x),
     "a node of pytrees": lambda x: _pytree.tree_map(lambda t: t + 1, Box(x)).held,
