@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from wholestep.aot_autograd.differentiate import differentiate
-from wholestep.capture import Args, CalledCode, Kwargs, PartsOf, Snapshot, functions_of, new_objects
+from wholestep.capture import Args, CalledCode, Kwargs, PartsOf, Snapshot, functions_of, new_objects, places_of
 from wholestep.capture.outside.external_calls import FirstImportError
 from wholestep.errors import LeakError, UnsupportedError
 from wholestep.patches import is_suspended
@@ -121,7 +121,9 @@ class _Attempt:
                 what, code = "is code that each call makes anew", request.code
                 raise UnsupportedError(f"{code.co_qualname} {what}", "make it once, outside of the step",
                                        where=f"{code.co_filename}:{code.co_firstlineno}")
-            called.functions += functions_of(request.code)
+            functions = functions_of(request.code)
+            called.functions += functions
+            called.places |= places_of(functions)
             return replace(self, walks=self.walks + 1)
         if isinstance(request, ReentrantCheckpoint):
             return replace(self, reentrant=False)

@@ -538,12 +538,19 @@ def make_optimizer_state(optimizer: Any, group: dict[str, Any]) -> None:
 
 _einsum = vars(torch.backends.opt_einsum)
 _einsum_module = vars(_einsum["m"])
+_parametrize = vars(torch.nn.utils.parametrize)
+_checkpoint = vars(torch.utils.checkpoint)
 
 
-def einsum_flags() -> tuple[Any, ...]:
-    """How `torch.einsum` chooses the order of its products: as set by attribute, and as set by functions."""
-    own, shared = _einsum, _einsum_module
-    return own.get("enabled"), own.get("strategy"), shared.get("enabled"), shared.get("strategy")
+def python_flags() -> tuple[Any, ...]:
+    """Settings that torch keeps in Python.
+
+    How `torch.einsum` chooses the order of its products, as set by attribute and by functions; whether parametrized
+    tensors are computed once for several uses; and whether checkpoints run again to their end.
+    """
+    own, shared, cached = _einsum, _einsum_module, _parametrize["_cache_enabled"] > 0
+    early = _checkpoint["_enable_checkpoint_early_stop"]
+    return own.get("enabled"), own.get("strategy"), shared.get("enabled"), shared.get("strategy"), cached, early
 
 
 _SHARED = (vars(sys.modules[kind.__module__]) for kind in (torch.nn.Module, torch.optim.Optimizer))

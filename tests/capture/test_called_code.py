@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal, kl
 from torch.nn.modules import module as modules
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree
@@ -268,6 +270,56 @@ def test_the_formula_of_a_custom_operator() -> None:
         return x.grad
 
     _equal(step, lambda value: STATE.update(scale=value))
+
+
+class Mine(Normal):
+    pass
+
+
+class Given:
+    @functools.singledispatchmethod
+    def of(self, number: int, x: Tensor) -> Tensor:
+        return x
+
+
+def _set_formula(value: float) -> None:
+    square.register_autograd(lambda _, gradient: gradient * value)
+
+
+def _set_divergence(value: float) -> None:
+    kl.register_kl(Mine, Mine)(lambda p, q: (q.loc - p.loc) * value)
+
+
+def _set_flattening(value: float) -> None:
+    if Mine in _pytree.SUPPORTED_NODES:
+        _pytree._deregister_pytree_node(Mine)
+    _pytree.register_pytree_node(Mine, lambda p: ([p.loc * value], None), lambda held, _: held[0])
+
+
+def _set_copying(value: float) -> None:
+    copyreg.pickle(Copied, lambda box: (Copied, (box.held * value,)))  # type: ignore[arg-type,return-value]
+
+
+def _gradient_of_square(x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(square(x).sum(), x)[0]
+
+
+# Functions that are put in the places of others: a step, and what does so.
+REPLACED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[float], Any]]] = {
+    "the formula of an operator": (_gradient_of_square, _set_formula),
+    "a divergence": (lambda x: kl.kl_divergence(Mine(x, 1.0), Mine(x * 2, 1.0)), _set_divergence),
+    "how nodes are flattened": (lambda x: _pytree.tree_map(lambda t: t + 1, Mine(x, 1.0)), _set_flattening),
+    "how objects are copied": (lambda x: x * copy.copy(Copied(1.0)).held, _set_copying),
+    "the method for a type": (lambda x: Given().of(1, x), lambda value: Given.of.register(int, lambda s, n, x: x * value)),
+}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_functions_that_torch_and_python_keep_are_replaced(name: str) -> None:
+    step, put = REPLACED[name]
+    last: list[float] = []
+    _equal(step, lambda value: None if last[-1:] == [value] else (last.append(value), put(value)))
 
 
 HOOKS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {

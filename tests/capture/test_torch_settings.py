@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor, backends, get_num_threads, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -66,7 +65,7 @@ READ: dict[str, tuple[Callable[[], Any], ...]] = {
     "kernels of attention": (
         backends.cuda.flash_sdp_enabled, lambda: backends.cuda.enable_flash_sdp(False),
         lambda: backends.cuda.enable_flash_sdp(True)),
-    "opt_einsum": (
+    "flags that torch keeps in Python": (
         lambda: backends.opt_einsum.enabled, lambda: setattr(backends.opt_einsum, "enabled", not EINSUM),
         lambda: vars(backends.opt_einsum).pop("enabled")),
     "get_swap_module_params_on_conversion": (
@@ -91,8 +90,6 @@ READ: dict[str, tuple[Callable[[], Any], ...]] = {
     "torch._tensor_str.PRINT_OPTS.precision": (
         lambda: torch._tensor_str.PRINT_OPTS.precision, lambda: torch.set_printoptions(precision=7),
         lambda: torch.set_printoptions(profile="default")),
-    "torch.nn.utils.parametrize._cache_enabled": (
-        lambda: nn.utils.parametrize._cache_enabled, *attribute(nn.utils.parametrize, "_cache_enabled", 1)[1:]),
     "allow_bf16_reduced_precision_reduction()": attribute(
         backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
     "denormal numbers": (
@@ -115,9 +112,6 @@ READ: dict[str, tuple[Callable[[], Any], ...]] = {
     "torch.jit._state._enabled.enabled": (
         lambda: torch.jit._state._enabled.enabled, *attribute(torch.jit._state._enabled, "enabled", False)[1:]),
     "sys.argv": (lambda: len(sys.argv), lambda: sys.argv.append("more"), lambda: sys.argv.pop()),
-    "torch.utils.checkpoint._enable_checkpoint_early_stop": (
-        lambda: checkpoint._enable_checkpoint_early_stop,
-        *attribute(checkpoint, "_enable_checkpoint_early_stop", False)[1:]),
     "profiler_enabled()": (
         lambda: torch.autograd._profiler_enabled(), lambda: PROFILER.__enter__(),
         lambda: PROFILER.__exit__(None, None, None)),
@@ -161,6 +155,19 @@ def test_what_is_read_of_settings_is_a_guard(name: str) -> None:
     finally:
         back()
     assert same() and compiled.captures == 2 and len(compiled.recompiles) == 1 and name in compiled.recompiles[0]
+
+
+def test_parametrized_tensors_are_made_once_where_they_are_cached() -> None:
+    def statistics(compiles: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3))
+        model = ws.compile(net) if compiles else net
+        for around in (nullcontext, nn.utils.parametrize.cached, nullcontext):
+            with around():
+                _ = model(torch.ones(2, 3)), model(torch.ones(2, 3))
+        return list(net.buffers())
+
+    assert all(map(torch.equal, statistics(True), statistics(False)))
 
 
 def flags() -> None:

@@ -77,7 +77,6 @@ from wholestep.torch_compat import (
     dispatch_modes_active,
     dispatch_modes_off,
     dispatching,
-    einsum_flags,
     empty_fake,
     engine_compiler,
     equal_expressions,
@@ -125,6 +124,7 @@ from wholestep.torch_compat import (
     parse_schema,
     plain_subclasses,
     plain_torch_function,
+    python_flags,
     python_text,
     refresh_flat_weights,
     refuse_addresses,
@@ -646,13 +646,18 @@ def test_functions_that_read_and_set_settings():
     assert setters["set_flush_denormal"][0] is None
 
 
-def test_flags_of_einsum_are_seen_however_they_are_set():
-    flags, before = torch.backends.opt_einsum, einsum_flags()
+def test_flags_that_torch_keeps_in_python_are_seen_however_they_are_set():
+    flags, before = torch.backends.opt_einsum, python_flags()
     assert flags.enabled in before
     flags.enabled = False
-    assert einsum_flags() != before
+    assert python_flags() != before
     del flags.__dict__["enabled"]
-    assert einsum_flags() == before and flags.enabled in (True, False)
+    assert python_flags() == before and flags.enabled in (True, False)
+    with torch.nn.utils.parametrize.cached():
+        assert python_flags() != before
+    with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+        assert python_flags() != before
+    assert python_flags() == before
 
 
 def test_kernels_of_attention_are_seen_to_be_chosen() -> None:

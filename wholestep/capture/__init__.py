@@ -17,7 +17,7 @@ from wholestep.capture.guards.binder import Binder, refuse_shared_parts, sharing
 from wholestep.capture.guards.guards import Guard, GuardFailure, compare
 from wholestep.capture.outside.torch_settings import setters
 from wholestep.capture.snapshot.called_code import CalledCode
-from wholestep.capture.snapshot.garbage_collection import functions_of, new_objects, no_collection
+from wholestep.capture.snapshot.garbage_collection import functions_of, new_objects, no_collection, places_of
 from wholestep.capture.snapshot.reachable import TensorInput
 from wholestep.capture.snapshot.snapshot import Snapshot, unguarded_in_sight
 from wholestep.capture.sources import Args, Kwargs

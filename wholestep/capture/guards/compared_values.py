@@ -29,8 +29,8 @@ from wholestep.torch_compat import (
     address_of,
     attention_kernels,
     default_device,
-    einsum_flags,
     global_hooks,
+    python_flags,
     setting_addresses,
 )
 
@@ -66,7 +66,7 @@ def settings() -> tuple[Any, ...]:
 
 def _modes() -> tuple[Any, ...]:
     """Those that Python has, and one of the processor's."""
-    return default_device(), einsum_flags(), (*global_hooks(),), _SMALLEST * 1.0 == 0
+    return default_device(), python_flags(), (*global_hooks(),), _SMALLEST * 1.0 == 0
 
 
 def global_state() -> tuple[Any, ...]:

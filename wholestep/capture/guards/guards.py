@@ -96,7 +96,7 @@ _IN_OPTIMIZER = re.compile(r"\['(param_groups|state)'\]\[")
 STATE_NAMES = (
     "grad mode", "inference mode", "autocast on cpu", "autocast on cuda", "autocast dtype on cpu",
     "autocast dtype on cuda", "autocast cache", "default dtype", "deterministic algorithms", "kernels of attention",
-    "default device", "flags of torch.backends.opt_einsum", "hooks of all modules and optimizers",
+    "default device", "flags that torch keeps in Python", "hooks of all modules and optimizers",
     "denormal numbers being flushed",
 )
 

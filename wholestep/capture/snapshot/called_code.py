@@ -33,12 +33,14 @@ class CalledCode:
 
     Attributes:
         functions: the user's, which nothing else in reach of the step leads to.
+        places: where libraries keep these: names, and what reads each.
         codes: code of installed packages, with its module's variables and the object that it is called for, if known.
         user: code of the user's that ran.
         changing: variables that a step itself sets: by id of what holds them and name, with that.
     """
 
     functions: list[Callable[..., Any]] = field(default_factory=list)
+    places: dict[str, Callable[[], Any]] = field(default_factory=dict)
     codes: dict[tuple[int, int], tuple[CodeType, Table, Found | None]] = field(default_factory=dict)
     user: dict[int, CodeType] = field(default_factory=dict)
     changing: dict[tuple[int, str], Any] = field(default_factory=dict)

@@ -61,16 +61,22 @@ def walk_class(found: Reachable, kind: type, source: sources.Source) -> None:
     found.add(kind, source, kinds.CLASS)
     found.add(kind, source, kinds.FIELDS)
     found.queue(type(kind), sources.Attr(source, "__class__"))
-    node = PYTREE_NODES.get(kind)
-    for function in (copyreg.dispatch_table.get(kind), *((node.flatten_fn, node.unflatten_fn) if node else ())):
-        if isinstance(function, types.FunctionType):
-            found.queue(function, sources.constant(function))
+    for table in (copyreg.dispatch_table, PYTREE_NODES):
+        if (kept := table.get(kind)) is not None:
+            what = f"how {kind.__qualname__} is copied or flattened ({id(kind)}, {id(table)})"
+            found.outside.settings.note(what, functools.partial(table.get, kind))
+            for function in (kept, getattr(kept, "flatten_fn", None), getattr(kept, "unflatten_fn", None)):
+                if isinstance(function, types.FunctionType):
+                    found.queue(function, sources.constant(function))
     found.names_read.names.update(vars(kind).get("__match_args__", ()))
     for name, member in vars(kind).items():
         here = sources.Method(source, name)
         functions = [(getattr(member, "__func__", member), here)]
         if isinstance(member, property):
             functions = [(getattr(member, part), sources.Method(here, part)) for part in ("fget", "fset", "fdel")]
+        if isinstance(member, functools.singledispatchmethod):
+            above = sources.Attr(sources.Item(sources.Vars(source), name), "dispatcher")
+            found.queue(member.dispatcher.registry, sources.Attr(above, "registry"))  # type: ignore[attr-defined]
         functions = [(plain, place) for plain, place in functions if isinstance(plain, types.FunctionType)]
         found.queued += functions
         for plain, _ in functions:

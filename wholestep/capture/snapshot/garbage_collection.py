@@ -9,11 +9,15 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
 from wholestep.capture.sources import Attr, Source, module
 from wholestep.errors import UnsupportedError
+
+
+MOST_PLACES = 8  # beyond, what holds those that were found is no longer looked for
 
 
 class _Counted:
@@ -76,6 +80,26 @@ def functions_of(code: CodeType) -> list[FunctionType]:
     if not found:
         raise UnsupportedError(f"{code.co_qualname} runs in the step, and nothing that the step can see leads to it",
                                "call it by a name", where=f"{code.co_filename}:{code.co_firstlineno}")
+    return found
+
+
+def places_of(functions: list[FunctionType]) -> dict[str, Callable[[], Any]]:
+    """Where functions are kept, in dicts and attributes, and what holds them: names, and what reads each place."""
+    gc.unfreeze()
+    found: dict[str, Callable[[], Any]] = {}
+    values: list[Any] = [*functions]
+    met: set[int] = set()
+    while values:
+        wanted, holders = set(map(id, values)), []
+        met |= wanted
+        for held in gc.get_referrers(*values):
+            table = held if type(held) is dict else getattr(held, "__dict__", None)
+            items = [*table.items()] if type(table) is dict and "__builtins__" not in table else []
+            keys = [key for key, value in items if id(value) in wanted]
+            found |= {f"[{k!r}] of {type(held).__name__} {id(table)}": partial(dict.get, table, k) for k in keys}
+            holders += [held] if held is not table and id(held) not in met and (keys or isinstance(held, tuple)) else []
+        values = holders if len(found) < MOST_PLACES else []
+    gc.freeze()
     return found
 
 

@@ -102,6 +102,9 @@ class Snapshot:
             False where the step has to be traced again, from a new snapshot.
         """
         self.called.settle()
+        self.names |= self.called.places.keys()
+        for name, read in self.called.places.items():
+            self.reachable.outside.settings.note(name, read)
         return len(self.called) == self._known or extend(self.reachable, self.called)
 
     # what was found ------------------------------------------------------------------------------------

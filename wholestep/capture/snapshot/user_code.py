@@ -99,6 +99,9 @@ def is_system(filename: str) -> bool:
     return origin(filename) in ("wholestep", "torch", "standard")
 
 
+_OF_PYTHON = 1 << 9  # of the flags of a class: it was made while Python ran
+
+
 @functools.cache
 def _is_user_module(name: str) -> bool:
     module = sys.modules.get(name)
@@ -107,8 +110,8 @@ def _is_user_module(name: str) -> bool:
 
 
 def is_user_class(kind: type) -> bool:
-    """True for classes whose module is neither built in nor a library."""
-    return _is_user_module(kind.__module__)
+    """True for classes whose module is neither built in nor a library, and for those of code that has none."""
+    return _is_user_module(kind.__module__) or kind.__module__ == "builtins" and bool(kind.__flags__ & _OF_PYTHON)
 
 
 def is_user_module(module: object) -> bool:
