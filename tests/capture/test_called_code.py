@@ -300,6 +300,10 @@ def _set_copying(value: float) -> None:
     copyreg.pickle(Copied, lambda box: (Copied, (box.held * value,)))  # type: ignore[arg-type,return-value]
 
 
+def _set_method(value: float) -> None:
+    Given.of.register(int, lambda self, number, x: x * value)
+
+
 def _gradient_of_square(x: Tensor) -> Tensor:
     x = x.clone().requires_grad_()
     return torch.autograd.grad(square(x).sum(), x)[0]
@@ -311,7 +315,7 @@ REPLACED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[float], Any]]] =
     "a divergence": (lambda x: kl.kl_divergence(Mine(x, 1.0), Mine(x * 2, 1.0)), _set_divergence),
     "how nodes are flattened": (lambda x: _pytree.tree_map(lambda t: t + 1, Mine(x, 1.0)), _set_flattening),
     "how objects are copied": (lambda x: x * copy.copy(Copied(1.0)).held, _set_copying),
-    "the method for a type": (lambda x: Given().of(1, x), lambda value: Given.of.register(int, lambda s, n, x: x * value)),
+    "the method for a type": (lambda x: Given().of(1, x), _set_method),
 }
 
 

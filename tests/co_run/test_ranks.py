@@ -21,7 +21,7 @@ def test_steps_that_read_are_as_in_one_process(plan):
 
 def test_steps_that_read_are_ddps_bit_for_bit(tmp_path):
     for each in run_ranks(programs.as_stock_ddp, 2, "gloo", (str(tmp_path / "store"),)):
-        assert len(each) == 4 and all(each.values()), each
+        assert len(each) == 5 and all(each.values()), each
 
 
 def test_what_one_rank_cannot_replay_runs_on_all():

@@ -149,12 +149,21 @@ def watching_step(model: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor,
     return loss.detach()
 
 
+def reading_step(model: Any, opt: Any, x: torch.Tensor, log: list[float]) -> None:
+    """Gradients stay when it returns, which a later part than that of the backward has reduced."""
+    opt.zero_grad()
+    loss = model(x).square().mean()
+    loss.backward()
+    print(loss.item())
+    opt.step()
+
+
 def as_stock_ddp(store: str) -> dict[str, bool]:
-    """Whether parameters, buffers and results are DDP's, bit for bit, each rank having its own batch."""
+    """Whether parameters, buffers, gradients and results are DDP's, bit for bit, each rank having its own batch."""
     rank, size = comm.get_rank(), comm.get_world_size()
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     found = {}
-    for step in (logging_step, accumulating_step, forgetting_step, watching_step):
+    for step in (logging_step, accumulating_step, forgetting_step, watching_step, reading_step):
         results = []
         for compiled in (False, True):
             torch.manual_seed(rank)  # others at the start, too: rank 0's count
@@ -168,7 +177,9 @@ def as_stock_ddp(store: str) -> dict[str, bool]:
             torch.manual_seed(10 + rank)
             given = [step_of(model, opt, torch.randn(6, 6), log) for _ in range(4)]
             inner = model if compiled else model.module
-            results.append([*given, *inner.state_dict().values(), *map(torch.tensor, log)])
+            left = [p.grad for p in inner.parameters() if p.grad is not None]
+            found_there = [one for one in (*given, *left) if one is not None]
+            results.append([*found_there, *inner.state_dict().values(), *map(torch.tensor, log)])
         found[step.__name__] = all(map(torch.equal, *results)) and bool(step_of.breaks)
     dist.destroy_process_group()
     return found

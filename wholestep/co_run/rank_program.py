@@ -100,6 +100,17 @@ def _write_results_directly(step: StepGraph, destinations: Collection[Any]) -> N
     dead_code(step)
 
 
+def _write_reduced(step: StepGraph) -> None:
+    """What is reduced of the gradients that earlier segments have left each rank's own is their new content."""
+    (output,) = (node for node in step.graph.nodes if node.op == "output")
+    signature, left = step.signature, {gradient.after for gradient in step.signature.gradients}
+    for place, node in enumerate(step.placeholders):
+        if node.name in left and node.users and place not in signature.mutations.values():
+            signature.mutations[signature.n_outputs] = place
+            signature.n_outputs += 1
+            output.args = ((*output.args[0], node),)  # type: ignore[misc]
+
+
 def _is_parameter(named: Named | None) -> bool:
     return named is not None and named.kind == "parameter"
 
@@ -126,6 +137,7 @@ class RankProgram(CapturedSegment):
         first, spread = len(segment.externals), options.executor.view is not None
         pairs = zip(step.placeholders, self.indices, strict=False)
         _write_results_directly(step, {node.name for node, index in pairs if index >= first})
+        _write_reduced(step)
         written = {self.indices[into]: out for out, into in step.signature.mutations.items()}
         self._results = [(index, written[index]) for index in range(first, len(tensors))] if spread else []
         for index, out in self._results:

@@ -16,7 +16,6 @@ from typing import Any
 from wholestep.capture.sources import Attr, Source, module
 from wholestep.errors import UnsupportedError
 
-
 MOST_PLACES = 8  # beyond, what holds those that were found is no longer looked for
 
 
