@@ -1,4 +1,5 @@
-"""The compiled parts of the package: shared-memory engine, chains, random draws, guards in bulk, watched methods.
+"""The compiled parts of the package: shared-memory engine, chains, random draws, guards in bulk, places of
+tensors, watched methods.
 
 All else is in pyproject.toml.
 """
@@ -56,6 +57,12 @@ setup(
         Extension(
             "wholestep.capture.guards._bulk",
             ["wholestep/capture/guards/native/bulk.c"],
+            extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-Wextra"],
+            py_limited_api=True,
+        ),
+        Extension(
+            "wholestep.co_run._places",
+            ["wholestep/co_run/native/places.c"],
             extra_compile_args=["-O3", "-std=gnu11", "-Wall", "-Wextra"],
             py_limited_api=True,
         ),

@@ -643,6 +643,27 @@ def tensor_functions() -> tuple[int, ...]:
     return tuple(map(_address, (*names, *_METHODS)))
 
 
+def layout_functions() -> tuple[int, ...]:
+    """Addresses of those for a tensor's dim, dtype, sizes, strides and offset in its storage."""
+    return tuple(_address(f"aoti_torch_get_{name}") for name in ("dim", "dtype", "sizes", "strides", "storage_offset"))
+
+
+def plain_tensor() -> tuple[tuple[int, ...], int]:
+    """Where a tensor's C++ part lies in its Python object, and in that its storage and dispatch keys; and these keys.
+
+    The place is empty if not found. Tensors that are nested, sparse, conjugated, of a class that dispatches in
+    Python and so on have other keys.
+    """
+    probe, at = torch.zeros(1), tensor_offsets()[:1]
+    keys = torch._C._dispatch_keys(probe).raw_repr()  # type: ignore[attr-defined]
+    words = [ctypes.c_size_t.from_address(probe._cdata + place).value for place in range(0, _TENSOR_BYTES, 8)]  # type: ignore[attr-defined]
+    wanted = storage_id(probe.untyped_storage()), keys
+    return (*at, *(8 * words.index(word) for word in wanted)) if at and all(map(words.count, wanted)) else (), keys
+
+
+_TENSOR_BYTES = 176  # of what a C++ tensor refers to; asserted in torch's own source
+
+
 _METHODS = (  # requires_grad, grad, is_inference, _version, bump_version
     "_ZNK3c1010TensorImpl13requires_gradEv", "_ZNK3c1010TensorImpl4gradEv", "_ZN2at6native12is_inferenceERKNS_6TensorE",
     "_ZNK2at10TensorBase8_versionEv", "_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE",

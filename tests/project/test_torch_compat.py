@@ -107,6 +107,7 @@ from wholestep.torch_compat import (
     is_one_operator,
     is_zero_tensor,
     kernel_settings,
+    layout_functions,
     lazy_graph_module,
     make_one_of_several,
     make_optimizer_state,
@@ -123,6 +124,7 @@ from wholestep.torch_compat import (
     others_pack_saved_tensors,
     parse_schema,
     plain_subclasses,
+    plain_tensor,
     plain_torch_function,
     python_flags,
     python_text,
@@ -797,6 +799,19 @@ def test_versions_and_gradients_are_where_c_code_reads_them():
     assert none != read(implementation)[0] == x.grad._cdata
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(count)(tensor)
     assert ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p)(version)(tensor) == x._version == 1
+
+
+def test_storages_keys_and_offsets_are_where_c_code_reads_them():
+    (at, storage, keys), plain = plain_tensor()
+    x = torch.ones(4, 3)[1:]
+    implementation = ctypes.c_size_t.from_address(id(x) + at).value
+    assert ctypes.c_size_t.from_address(implementation + storage).value == x.untyped_storage()._cdata
+    assert ctypes.c_uint64.from_address(implementation + keys).value == plain
+    assert ctypes.c_uint64.from_address(x._neg_view()._cdata + keys).value != plain
+    functions, offset = layout_functions(), ctypes.c_int64()
+    assert len(functions) == 5 and all(functions)
+    read = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_void_p] * 2)(functions[4])
+    assert read(ctypes.c_void_p(id(x) + at), ctypes.byref(offset)) == 0 and offset.value == 3
 
 
 def test_settings_are_where_c_code_reads_them():

@@ -3,6 +3,8 @@
 Nothing here may run a backward, after which autograd refuses to run in a forked process.
 """
 
+import hypothesis  # noqa: F401 - as files of tests do, whose functions ranks run
+import pytest  # noqa: F401 - likewise
 import scipy.optimize  # noqa: F401 - by which is planned what a backward keeps
 import torch
 import torch._dynamo  # noqa: F401 - an optimizer's first step imports it

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 
 from wholestep.capture.guards.bulk import count_writes, versions
-from wholestep.co_run.prefix_tree import Results, Unknown, storage_of
+from wholestep.co_run.places import storage_at
+from wholestep.co_run.prefix_tree import Results, Unknown
 from wholestep.co_run.queue import MISSING, Queue
 from wholestep.co_run.reads import current
 from wholestep.nested import tensors_of
 from wholestep.patches import Replacement
-from wholestep.torch_compat import function_modes_enabled, no_modes, storage_id
+from wholestep.torch_compat import function_modes_enabled, no_modes
 from wholestep.trace.patches.like_updates import single_tensor_updates
 
 
@@ -62,7 +63,7 @@ def _defer(update: Update, function: Any, *args: Any, **kwargs: Any) -> None:
 
 def _share_memory(tensors: list[torch.Tensor]) -> bool:
     """Whether some share memory, and with it perhaps a version counter."""
-    return len({storage_id(storage_of(t)) for t in tensors}) < len(tensors)
+    return len({storage_at(t) for t in tensors}) < len(tensors)
 
 
 def _counted(tensors: list[torch.Tensor], function: Any, args: Any, kwargs: Any) -> Results:

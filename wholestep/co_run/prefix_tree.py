@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from wholestep.co_run.places import storage_at
 from wholestep.functional import written_arguments
 from wholestep.ir import NodeInfo
 from wholestep.nested import tensors_of
-from wholestep.torch_compat import FakeTensor, OpOverload, default_device, kernel_settings, storage_id
-
-storage_of = torch.Tensor.untyped_storage  # the method itself: the queue patches it
+from wholestep.torch_compat import FakeTensor, OpOverload, default_device, kernel_settings
 
 # Steps whose operators are always others grow the tree at each call: then it begins anew.
 MAX_NODES = 100_000
@@ -96,11 +95,6 @@ class Signatures:
         return node
 
 
-def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """A key for a tensor's place in memory: equal for tensors of the same elements in the same layout."""
-    return storage_id(storage_of(tensor)), tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
-
-
 class Unknown(Exception):  # noqa: N818 - a signal, not an error
     """A call whose results are not known before it runs, so that it cannot be deferred."""
 
@@ -116,7 +110,7 @@ def described(func: OpOverload, args: Any, kwargs: Any, found: Any) -> Results:
         return None
     several = type(found) in (tuple, list) and len(returns) > 1
     given = _written_by_alias(func)
-    memories: set[int] = {storage_id(storage_of(t)) for t in tensors_of((args, kwargs))}
+    memories: set[int] = {storage_at(t) for t in tensors_of((args, kwargs))}
     described = []
     for result, value in zip(returns, found if several else (found,), strict=True):
         alias = result.alias_info
@@ -141,7 +135,7 @@ def _layout(value: Any, memories: set[int]) -> Results:
         raise Unknown
     if value.storage_offset() or value.is_quantized:
         raise Unknown
-    memory = storage_id(storage_of(value))
+    memory = storage_at(value)
     if memory in memories or value.dtype.is_complex or value.is_neg():
         raise Unknown
     memories.add(memory)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from wholestep.co_run.operators import Facts, Kind, facts_of
-from wholestep.co_run.prefix_tree import Node, Signatures, Unknown, described, place_of, storage_of
+from wholestep.co_run.places import place_of, storage_at
+from wholestep.co_run.prefix_tree import Node, Signatures, Unknown, described
 from wholestep.co_run.ranks import Ranks
 from wholestep.co_run.reads import ExposedMemory, ExtensionWatch
 from wholestep.co_run.segment import RecordedCall, Segment
@@ -25,7 +26,6 @@ from wholestep.torch_compat import (
     function_modes_disabled,
     no_modes,
     skipped_by_dynamo,
-    storage_id,
     storage_uses,
 )
 from wholestep.trace.record.caught_errors import is_caught
@@ -232,7 +232,7 @@ class Queue(UnwrappedDispatchMode):
     def _record_views(self, tensors: Iterable[torch.Tensor]) -> None:
         """Records the views of memory of which this rank holds a part: its programs make them of the part."""
         for tensor in tensors:
-            held = self._held.get(storage_id(storage_of(tensor))) if tensor.layout is _STRIDED else None
+            held = self._held.get(storage_at(tensor)) if tensor.layout is _STRIDED else None
             if held is not None and (place := place_of(tensor)) != place_of(held.tensor):
                 self._record_view(place)
 
@@ -262,7 +262,7 @@ class Queue(UnwrappedDispatchMode):
             return False
         known, held = self._slots.storages, self._held
         return all(
-            not t.dim() and t.device.type == "cpu" and (storage := storage_id(storage_of(t))) not in known
+            not t.dim() and t.device.type == "cpu" and (storage := storage_at(t)) not in known
             and storage not in held
             for t in tensors_of(args)
         )
@@ -282,7 +282,7 @@ class Queue(UnwrappedDispatchMode):
         found = facts.op(*args, **kwargs)
         if facts.kind is not VIEW:
             written = self._written(facts, args, kwargs)
-            self._ran.update(storage_id(storage_of(t)) for t in (*tensors_of(found), *written) if t.layout is _STRIDED)
+            self._ran.update(storage_at(t) for t in (*tensors_of(found), *written) if t.layout is _STRIDED)
         try:
             results = None if facts.kind is VIEW else described(facts.op, args, kwargs, found)
             if places != [t.size() for t in tensors_of((args, kwargs))]:
@@ -312,7 +312,7 @@ class Queue(UnwrappedDispatchMode):
 
     def _touches(self, args: Any) -> bool:
         """Whether a read ends the segment: of what was deferred, or will be when the same calls come again."""
-        found = [None if t.layout is not _STRIDED else storage_id(storage_of(t)) for t in tensors_of(args)]
+        found = [None if t.layout is not _STRIDED else storage_at(t) for t in tensors_of(args)]
         return None in found or not (self._slots.pending.isdisjoint(found) and self._ran.isdisjoint(found))
 
     # -- flush -----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from wholestep.capture import InitialState
-from wholestep.co_run.prefix_tree import place_of
+from wholestep.co_run.places import place_of
 from wholestep.co_run.segment import CapturedSegment, Segment
 from wholestep.co_run.shards import Shards
 from wholestep.ir import Input, InputKind, StepGraph, dead_code

@@ -10,7 +10,8 @@ import torch
 
 from wholestep.capture import Args, InitialState, Kwargs, Snapshot
 from wholestep.co_run.operators import Facts, Kind
-from wholestep.co_run.prefix_tree import Results, Unknown, described, place_of, storage_of
+from wholestep.co_run.places import place_of, storage_at
+from wholestep.co_run.prefix_tree import Results, Unknown, described
 from wholestep.co_run.rank_program import Mark, Named, RankProgram
 from wholestep.co_run.segment import Segment
 from wholestep.co_run.shards import Shards
@@ -22,7 +23,7 @@ from wholestep.nested import map_leaves
 from wholestep.patches import Replacement, original
 from wholestep.pipeline import Options
 from wholestep.spmd import BufferBroadcast
-from wholestep.torch_compat import empty_fake, no_modes, storage_id
+from wholestep.torch_compat import empty_fake, no_modes
 from wholestep.trace.record.provenance import WITH_PLAN, Provenance
 from wholestep.trace.record.user_line import user_line
 
@@ -136,9 +137,9 @@ class Ranks:
         if not self.held and not self._unreduced:
             return
         strided = (tensor for tensor in tensors if tensor.layout is torch.strided)
-        keys = dict.fromkeys(storage_id(storage_of(tensor)) for tensor in strided)
+        keys = dict.fromkeys(storage_at(tensor) for tensor in strided)
         grads = [leaf.grad for leaf in self._unreduced.values() if leaf.grad is not None]
-        if any(storage_id(storage_of(grad)) in keys for grad in grads):
+        if any(storage_at(grad) in keys for grad in grads):
             self._reduce(f"which reads gradients at {user_line()}")
         with no_modes():
             for key in keys:

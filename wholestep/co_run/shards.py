@@ -11,7 +11,7 @@ import torch
 from wholestep import comm
 from wholestep.capture import Called, PartsOf, Snapshot, TensorInput, UnshardedViews
 from wholestep.co_run.operators import Facts
-from wholestep.co_run.prefix_tree import place_of, storage_of
+from wholestep.co_run.places import place_of, storage_at, storage_of
 from wholestep.comm.api.object_collectives import gathered_objects
 from wholestep.nested import map_leaves, tensors_of
 from wholestep.spmd import gather_parts
@@ -75,7 +75,7 @@ class Shards:
         """
         held = self.of(tensor)
         if held is not None and held.part != part:
-            self.fill(storage_id(storage_of(tensor)), writes=True)
+            self.fill(storage_at(tensor), writes=True)
         elif held is not None:
             return held.local
         if part is None:
@@ -148,7 +148,7 @@ class Shards:
             give_data(tensor, held.local)
             mark_part(tensor, part)
             return
-        self.fill(storage_id(storage_of(tensor)), writes=True)
+        self.fill(storage_at(tensor), writes=True)
         if tensor.shape == part.shape:
             narrow_to(tensor, part)
 
@@ -159,7 +159,7 @@ class Shards:
 
     def of(self, tensor: torch.Tensor) -> Held | None:
         """What this rank has of a tensor's memory, instead of all of it."""
-        return self.held.get(storage_id(storage_of(tensor))) if tensor.layout is torch.strided else None
+        return self.held.get(storage_at(tensor)) if tensor.layout is torch.strided else None
 
 
 def _gathered(local: torch.Tensor, part: Part, group: comm.ProcessGroup) -> tuple[torch.Tensor, Part]:

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from wholestep.co_run.operators import Facts
-from wholestep.co_run.prefix_tree import Given, Layout, place_of, storage_of
+from wholestep.co_run.places import PLAIN, parts, place_of, storage_at, storage_of
+from wholestep.co_run.prefix_tree import Given, Layout
 from wholestep.co_run.ranks import Ranks
 from wholestep.co_run.segment import FALSE, FLOAT, TRUE, Exactly, Slot, slot
 from wholestep.co_run.shards import At, PartViews
-from wholestep.torch_compat import is_zero_tensor, storage_id
+from wholestep.torch_compat import is_zero_tensor
 
-_PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, torch.nn.Buffer))
 _STRIDED = torch.strided
 _AS_IT_IS = frozenset((int, type(None), torch.dtype, torch.device))
 
@@ -25,7 +25,7 @@ class Opaque(Exception):  # noqa: N818 - a signal, not an error
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of no subclass, and lies in memory by strides."""
-    return type(tensor) in _PLAIN and tensor.layout is _STRIDED
+    return type(tensor) in PLAIN and tensor.layout is _STRIDED
 
 
 class Slots:
@@ -70,12 +70,13 @@ class Slots:
 
     def written(self, tensors: Iterable[torch.Tensor]) -> None:
         """Notes that a deferred call writes tensors."""
-        self.pending.update(storage_id(storage_of(tensor)) for tensor in tensors)
+        self.pending.update(storage_at(tensor) for tensor in tensors)
 
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """What stands for arguments in a call's key and in its record."""
-        named = tuple([(name, self._part(value)) for name, value in kwargs.items()]) if kwargs else ()
-        return tuple([self._part(a) for a in args]), named
+        numbers = self.numbers if self.any_float else None
+        positional = parts(tuple(args), self.of, numbers, self._part)
+        return positional, tuple(zip(kwargs, parts((*kwargs.values(),), self.of, numbers, self._part), strict=True))
 
     def met(self) -> tuple[Any, ...]:
         """What a call's key says of externals that it is the first to use."""
@@ -118,7 +119,7 @@ class Slots:
 
     def of_tensor(self, tensor: torch.Tensor) -> Slot:
         """The slot of a tensor, an external where it has none."""
-        if type(tensor) not in _PLAIN or tensor.layout is not _STRIDED or tensor.is_neg():
+        if type(tensor) not in PLAIN or tensor.layout is not _STRIDED or tensor.is_neg():
             raise Opaque
         place = place_of(tensor)
         found = self.of.get(place)
@@ -169,10 +170,10 @@ class Slots:
         if kind is Layout:
             size, stride, dtype, device = results
             tensor = torch.empty_strided(size, stride, dtype=dtype, device=device)
-            storage = storage_of(tensor)
-            identity = storage_id(storage)
-            index = self.storages[identity] = self._next((identity, 0, size, stride, dtype))
-            self.made.append((index, storage, results))
+            place = place_of(tensor)
+            identity = place[0]
+            index = self.storages[identity] = self._next(place)
+            self.made.append((index, storage_of(tensor), results))
             self._own.add(identity)
             self._views.forget(identity)
             self.pending.add(identity)
