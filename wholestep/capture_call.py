@@ -79,7 +79,10 @@ def capture(
                 traced = trace_step(step, args, kwargs, world, attempt.shared, *how)
                 done = traced if sync is None or not sync.again() else None
             except Exception as request:
-                following = attempt.after(request, world.called)
+                after = attempt.after(request, world.called)
+                if after is None:
+                    raise
+                following = after
             finally:
                 _thread.tracing = False
                 world.restore()
@@ -106,12 +109,8 @@ class _Attempt:
     reentrant: bool = True
     walks: int = 0
 
-    def after(self, request: Exception, called: CalledCode) -> _Attempt:
-        """The next attempt.
-
-        Raises:
-            Exception: none would help.
-        """
+    def after(self, request: Exception, called: CalledCode) -> _Attempt | None:
+        """The next attempt; None where none would help. To raise the error here would tie it to this call's variables."""
         if isinstance(request, SharedMemory):
             return replace(self, shared=request.memories)
         if isinstance(request, FirstImportError):
@@ -128,5 +127,5 @@ class _Attempt:
         if isinstance(request, ReentrantCheckpoint):
             return replace(self, reentrant=False)
         if not isinstance(request, LeakError) or request.grown <= self.varying:  # none, or none that can stay unseen
-            raise request
+            return None
         return replace(self, varying=self.varying | request.grown)

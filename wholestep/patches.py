@@ -15,16 +15,18 @@ import ctypes
 import functools
 import gc
 import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 Replacement = tuple[Any, str, Any]  # an owner, the name of its attribute, and what a thread finds there instead
 Here = Callable[[], bool]  # whether the calling thread is the one
 
 _ABSENT = object()
+_LASTING = {"torch", *sys.stdlib_module_names}  # packages of which nothing goes away
 _lock = threading.RLock()
 
 
@@ -43,6 +45,7 @@ class Patch:
     Attributes:
         original: what is there otherwise; of a class as in its dictionary, or in that of a base.
         acting: for each open context, which thread it is for, and what that thread finds.
+        lasts: it is kept for the next context.
     """
 
     def __init__(self, owner: Any, name: str) -> None:
@@ -52,6 +55,8 @@ class Patch:
         self.original = _found(owner, name)
         of_class = _DataDescriptor if hasattr(self.original, "__set__") else _Descriptor
         self.put: Any = of_class(self) if isinstance(owner, type) else _callable(self)
+        module = owner.__module__ if isinstance(owner, type) else getattr(owner, "__name__", "")
+        self.lasts = isinstance(owner, (type, ModuleType)) and module.partition(".")[0] in _LASTING
 
     def begin(self) -> None:
         """Stands in the attribute's place from now on."""
@@ -229,17 +234,23 @@ def _write(owner: Any, name: str, value: Any) -> None:
         ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
 
 
+_lasting: dict[tuple[int, str], Patch] = {}  # what stands in attributes' places again and again is made once
+
+
+def _patch(owner: Any, name: str) -> Patch:
+    made = _lasting.get((id(owner), name))
+    if made is None or not made.fits():
+        made = Patch(owner, name)
+        if made.lasts:
+            _lasting[id(owner), name] = made
+    return made
+
+
 class Patches:
-    """Patches that begin and end together.
+    """Patches that begin and end together."""
 
-    Args:
-        lasting: they begin again and again, and what stands in the attributes' places is made once.
-    """
-
-    def __init__(self, lasting: bool = False) -> None:
+    def __init__(self) -> None:
         self._open: list[tuple[Patch, tuple[Here, Any]]] = []
-        self._made: dict[tuple[int, str], Patch] = {}
-        self._lasting = lasting
 
     def put(self, replacements: Iterable[Replacement], here: Here) -> None:
         """Begins: threads for which ``here()`` is true see the replacements from now on."""
@@ -247,19 +258,11 @@ class Patches:
             for owner, name, replacement in replacements:
                 key = id(owner), name
                 if key not in active:
-                    active[key] = self._patch(owner, name)
+                    active[key] = _patch(owner, name)
                     active[key].begin()
                 entry = here, replacement
                 active[key].acting.append(entry)
                 self._open.append((active[key], entry))
-
-    def _patch(self, owner: Any, name: str) -> Patch:
-        made = self._made.get((id(owner), name))
-        if made is None or not made.fits():
-            made = Patch(owner, name)
-            if self._lasting:
-                self._made[id(owner), name] = made
-        return made
 
     def restore(self) -> None:
         """Ends them: attributes that nothing else patches are restored."""
@@ -270,7 +273,7 @@ class Patches:
                 if not patch.acting:
                     patch.remove()
                     del active[id(patch.owner), patch.name]
-                    if not self._lasting:
+                    if not patch.lasts:
                         patch.put = None  # which leads to the patch: without the cycle, all of this goes at once
 
     @contextmanager

@@ -28,6 +28,25 @@ def test_garbage_is_collected_while_steps_are_captured() -> None:
     assert sum(ref() is not None for ref in alive) < 55
 
 
+def test_a_trace_that_fails_leaves_nothing_for_the_collector() -> None:
+    """A capture without symbols follows it: what is alive then is searched for among all objects, which takes long."""
+    whole: list[int] = []
+
+    def note(phase: str, about: dict[str, int]) -> None:
+        if phase == "start" and about["generation"] == 2:
+            whole.append(1)
+
+    compiled = ws.compile(lambda x: x * x.storage_offset(), dynamic=True, fullgraph=True)
+    x = torch.arange(12.0)[4:]
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        assert torch.equal(compiled(x), x * 4)
+    finally:
+        gc.callbacks.remove(note)
+    assert whole == []
+
+
 def test_what_histories_keep_alive_is_searched_for_at_once(monkeypatch: Any) -> None:
     """C++ keeps an object for each operand of a `stack`, and each search looks at all objects that there are."""
     searches: list[int] = []

@@ -66,7 +66,7 @@ class CoRun:
         self._step, self._fn, self._options = fn, run, options
         self._exposed: ExposedMemory | None = None
         self._ranks = None if options.executor.plain else Ranks(fn, options)
-        self._signatures, self._patches = Signatures(), Patches(lasting=True)
+        self._signatures, self._patches = Signatures(), Patches()
         self._whole_updates = True  # of lists of parameters, as one call each; unless one decides on numbers
         self.refused: list[str] = []
         self.segments: list[tuple[int, int, str]] = []

@@ -163,7 +163,7 @@ class Templates:
         return [dims for dims in dict.fromkeys((possible, served)) if dims]
 
     def _anew(self, attempts: list[Dims | None], capture: Capture, varying: frozenset[str]) -> tuple[Snapshot, Traced]:
-        failed: list[tuple[Dims | None, Exception]] = []
+        failed: list[tuple[Dims | None, str]] = []  # not the errors, whose tracebacks hold what is made here
         for dims in attempts:
             try:
                 found = self._with_symbols(dims, capture, varying)
@@ -171,13 +171,13 @@ class Templates:
             except LazyError:
                 raise
             except Exception as error:  # the step's own error comes again
-                failed.append((dims, error))
+                failed.append((dims, _words(error)))
         else:
             dims, found = frozenset(), capture()
         for tried, why in failed:
             if tried is not None:
                 self._fixed |= tried - (dims or frozenset())
-            self.notes.append(f"{_named(tried)} ended in {_words(why)}")
+            self.notes.append(f"{_named(tried)} ended in {why}")
         return found
 
     def _with_symbols(self, dims: Dims | None, capture: Capture, varying: frozenset[str]) -> tuple[Snapshot, Traced]:

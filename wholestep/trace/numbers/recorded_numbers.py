@@ -217,8 +217,9 @@ class RecordedNumbers:
         raise self.refused(DataDependentError(what, remedy))
 
     def forget(self) -> None:
-        """Lets go of numbers, of which each holds this object."""
+        """Lets go of numbers, of which each holds this object, and of an error, whose traceback does."""
         self.tokens.clear()
+        self.refusal = None
         self.real.forget()
 
     # -- C++ doubles ---------------------------------------------------------------------------------------
