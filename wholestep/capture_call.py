@@ -110,7 +110,7 @@ class _Attempt:
     walks: int = 0
 
     def after(self, request: Exception, called: CalledCode) -> _Attempt | None:
-        """The next attempt; None where none would help. To raise the error here would tie it to this call's variables."""
+        """The next attempt; None where none would help. (Raised here, the error would hold itself by its traceback.)"""
         if isinstance(request, SharedMemory):
             return replace(self, shared=request.memories)
         if isinstance(request, FirstImportError):
