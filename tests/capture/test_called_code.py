@@ -75,6 +75,11 @@ class Scaled(torch.nn.Module):
 
     def forward(self, x): return (x * 1) * self.factor
 
+def fresh(x):
+    names = {}
+    exec(compile("def doubled(x): return x * 2", "<made>", "exec"), names)
+    return names["doubled"](x)
+
 def counting(x):
     global calls
     y = x * 1
@@ -236,18 +241,12 @@ def test_what_a_library_counts_and_keeps_for_itself_is_no_guard(library: ModuleT
     assert step.recompiles == []
 
 
-def test_code_that_each_call_makes_anew() -> None:
-    def step(x: Tensor) -> Tensor:
-        names: dict[str, Any] = {"STATE": STATE}
-        exec(compile("def scaled(x): return x * STATE['scale']", "<made>", "exec"), names)
-        result: Tensor = names["scaled"](x)
-        return result
-
-    compiled = ws.compile(step)
-    assert torch.equal(compiled(torch.ones(2)), step(torch.ones(2)))
+def test_code_that_each_call_makes_anew(library: ModuleType) -> None:
+    compiled = ws.compile(lambda x: library.fresh(x))
+    assert torch.equal(compiled(torch.ones(2)), library.fresh(torch.ones(2)))
     assert "makes anew" in compiled.breaks[0]
     with pytest.raises(ws.errors.UnsupportedError, match="makes anew"):
-        ws.compile(step, fullgraph=True)(torch.ones(2))
+        ws.compile(lambda x: library.fresh(x), fullgraph=True)(torch.ones(2))
 
 
 STEPS: dict[str, Callable[[Tensor], Tensor]] = {
