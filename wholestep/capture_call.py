@@ -114,7 +114,7 @@ class _Attempt:
         if isinstance(request, SharedMemory):
             return replace(self, shared=request.memories)
         if isinstance(request, FirstImportError):
-            return replace(self, walks=self.walks + 1)
+            return replace(self, walks=self.walks + 1) if self.walks < _MOST_WALKS else None
         if isinstance(request, UnmetCode):
             if self.walks == _MOST_WALKS or request.code in {f.__code__ for f in called.functions}:
                 what, code = "is code that each call makes anew", request.code

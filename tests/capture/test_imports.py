@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import wholestep as ws
-from wholestep import comm
+from wholestep import capture_call, comm
 from wholestep.errors import LazyError
 
 MODULE = """
@@ -112,6 +112,22 @@ def test_what_a_step_reads_of_a_module_that_it_imports_is_a_guard(step, tmp_path
     module.K = 3.0
     assert compiled(torch.ones(1)) == 3
     assert len(compiled.recompiles) == 1 and "imported_by_a_step.K" in compiled.recompiles[0]
+
+
+def test_a_module_that_each_call_imports_anew(tmp_path, monkeypatch):
+    def step(x):
+        del sys.modules["imported_anew"]
+        import imported_anew  # noqa: PLC0415 - what is tested
+
+        return x * imported_anew.SCALE
+
+    (tmp_path / "imported_anew.py").write_text("SCALE = 2.0")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "imported_anew", importlib.import_module("imported_anew"))
+    monkeypatch.setattr(capture_call, "_MOST_WALKS", 2)
+    compiled = ws.compile(step)
+    assert [compiled(torch.ones(1)).item() for _ in range(3)] == [2.0] * 3
+    assert "imports imported_anew" in compiled.breaks[0]
 
 
 FRESH = """
