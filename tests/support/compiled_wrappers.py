@@ -176,6 +176,10 @@ def unsynced_at_first(model: Any, number: int) -> Any:
     return model.no_sync() if number % 2 == 0 else contextlib.nullcontext()
 
 
+def unsynced_in_turns(model: Any, number: int) -> Any:
+    return model.no_sync() if number % 2 else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def evaluated_before(model: Any, number: int) -> Iterator[None]:
     model.eval()
@@ -206,6 +210,7 @@ CASES = {
     "clipped": Case(step=clipped),
     "no_sync in the step": Case(step=accumulated),
     "no_sync around it": Case(step=left, around=unsynced_at_first),
+    "the same with no_sync": Case(around=unsynced_in_turns),
     "two reductions": Case(step=reduced_twice),
     "gradients that stay": Case(step=left),
     "prints": Case(step=printing, whole=False),

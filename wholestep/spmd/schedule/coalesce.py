@@ -190,6 +190,8 @@ def _pack(graph: fx.Graph, members: Sequence[Collective]) -> dict[str, str]:
     reader = min(min(members, key=lambda m: m.needed).wait.users)  # nodes compare by their place in the graph
     to_send, received = _PACKS.get(last.start.target, (_in_bytes, _in_bytes))
     in_bytes = torch.uint8 if last.start.target is collectives.broadcast.default else None
+    # gradients by name: a hook of one rank may have them come in another order there
+    members = sorted(members, key=lambda m: m.names, reverse=True)
     # each at a multiple of its elements' size, and as many as can be at one of a cache line, where kernels may write
     members = sorted(members, key=lambda m: (-m.value.itemsize, m.sends % CACHE_LINE != 0))
     group: Any = last.start.args[-1]

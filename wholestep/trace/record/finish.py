@@ -269,9 +269,12 @@ def fingerprint(step: StepGraph, constants: dict[str, torch.Tensor], derivative:
         text += words(value, numbers) if isinstance(value, torch.Tensor) else ""
         digest.update(text.encode())
     signature = step.signature
-    kinds = [i.kind for i in signature.inputs]
+    kinds = [(i.kind, i.bucket, i.shard) for i in signature.inputs]
+    places = {node.name: number for node, number in numbers.items()} if signature.gradients else {}
+    reduced = [(places.get(g.before or ""), places.get(g.after), g.place, g.group) for g in signature.gradients]
     digest.update(str(torch.get_default_dtype()).encode())  # that of calls that name none
-    digest.update(f"{kinds} {sorted(signature.mutations.items())} {signature.n_outputs} {derivative}".encode())
+    written = sorted(signature.mutations.items())
+    digest.update(f"{kinds} {written} {signature.n_outputs} {reduced} {derivative}".encode())
     return digest.hexdigest()
 
 
