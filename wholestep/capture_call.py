@@ -14,7 +14,7 @@ from wholestep.aot_autograd.differentiate import differentiate
 from wholestep.capture import Args, CalledCode, Kwargs, PartsOf, Snapshot, functions_of, new_objects, places_of
 from wholestep.capture.outside.external_calls import FirstImportError
 from wholestep.errors import LeakError, UnsupportedError
-from wholestep.patches import is_suspended
+from wholestep.patches import is_suspended, to_its_end
 from wholestep.spmd import BufferBroadcast
 from wholestep.step_log import collecting
 from wholestep.trace import ReentrantCheckpoint, SharedMemory, Traced, UnmetCode, trace_step
@@ -85,7 +85,7 @@ def capture(
                 following = after
             finally:
                 _thread.tracing = False
-                world.restore()
+                to_its_end(world.restore)
             if done is not None and world.extend():
                 return world, done
             if done is not None or (following.varying, following.walks) != (attempt.varying, attempt.walks):

@@ -246,6 +246,21 @@ def _patch(owner: Any, name: str) -> Patch:
     return made
 
 
+def to_its_end(undo: Callable[[], None]) -> None:
+    """Undoes something, from the beginning again where an interrupt (Ctrl-C) comes, which is raised when it is done."""
+    interrupt: BaseException | None = None
+    while True:
+        try:
+            undo()
+            break
+        except Exception:
+            raise
+        except BaseException as found:
+            interrupt = found
+    if interrupt is not None:
+        raise interrupt
+
+
 class Patches:
     """Patches that begin and end together."""
 
@@ -261,20 +276,24 @@ class Patches:
                     active[key] = _patch(owner, name)
                     active[key].begin()
                 entry = here, replacement
-                active[key].acting.append(entry)
                 self._open.append((active[key], entry))
+                active[key].acting.append(entry)
 
     def restore(self) -> None:
         """Ends them: attributes that nothing else patches are restored."""
+        to_its_end(self._restore)
+
+    def _restore(self) -> None:
         with _lock:
             while self._open:
-                patch, entry = self._open.pop()
+                patch, entry = self._open[-1]
                 patch.acting[:] = [one for one in patch.acting if one is not entry]
                 if not patch.acting:
                     patch.remove()
-                    del active[id(patch.owner), patch.name]
-                    if not patch.lasts:
-                        patch.put = None  # which leads to the patch: without the cycle, all of this goes at once
+                    active.pop((id(patch.owner), patch.name), None)
+                self._open.pop()
+                if not patch.acting and not patch.lasts:
+                    patch.put = None  # which leads to the patch: without the cycle, all of this goes at once
 
     @contextmanager
     def during(self, replacements: Iterable[Replacement], here: Here) -> Iterator[None]:

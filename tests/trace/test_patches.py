@@ -266,3 +266,27 @@ def test_two_threads_that_capture_at_once(at_rest: dict[Any, Any]) -> None:
         found = list(pool.map(capture, (1.0, 4.0)))
     assert all(torch.equal(x, torch.full((3,), v)) for xs, v in zip(found, (2.0, 6.0), strict=True) for x in xs)
     assert patches.active == at_rest
+
+
+def test_an_interrupt_while_patches_end() -> None:
+    class Owner:
+        interrupts = False
+
+        def __delattr__(self, name: str) -> None:
+            object.__delattr__(self, name)
+            if self.interrupts:
+                object.__setattr__(self, "interrupts", False)
+                raise KeyboardInterrupt
+
+        def first(self) -> int:
+            return 1
+
+        def second(self) -> int:
+            return 1
+
+    owner = Owner()
+    with pytest.raises(KeyboardInterrupt), \
+            patched([(owner, name, lambda: 2) for name in ("first", "second")], lambda: True):
+        assert (owner.first(), owner.second()) == (2, 2)
+        owner.interrupts = True
+    assert (owner.first(), owner.second(), vars(owner)) == (1, 1, {"interrupts": False})
