@@ -514,3 +514,19 @@ def test_objects_that_hold_one_another_in_a_long_chain() -> None:
         assert torch.equal(compiled(nodes[0]), summed(nodes[0]))
         nodes[70].tensor = torch.ones(2)
     assert compiled.captures == 1
+
+
+def test_a_number_that_changes_where_two_programs_take_turns():
+    class Scaled(nn.Module):
+        scale = 1.0
+
+        def forward(self, x):
+            return x * self.scale if self.training else x
+
+    module = Scaled()
+    model = ws.compile(module)
+    for count in range(6):
+        module.scale = 1.0 / (count + 1)
+        assert model.train()(torch.ones(1)).item() == pytest.approx(module.scale)
+        assert model.eval()(torch.ones(1)).item() == 1
+    assert model.captures == 4 and model.breaks == []

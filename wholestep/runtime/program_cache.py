@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -77,7 +78,11 @@ class ProgramCache(list[Entry]):
                 failures[entry] = outcome
                 if outcome.outcomes:
                     decided = outcome
-        return decided if decided.outcomes else next((failures[e] for e in candidates if e in failures), decided)
+        found = [failures[e] for e in candidates if e in failures]
+        if decided.outcomes or not found:
+            return decided
+        varying = next((failure.varying for failure in found if failure.varying), frozenset[str]())
+        return replace(found[0], varying=varying)  # also where another program than the last differs in a number alone
 
     def _candidates(self, shapes: Hashable) -> list[Entry]:
         """Those that may serve a call: those of its shapes, then those for many, else one for its reason."""
