@@ -826,6 +826,18 @@ def test_a_backward_outside_sees_what_python_that_runs_in_it_reads(inner: Any) -
         trained(lambda model: ws.compile(model, fullgraph=True))
 
 
+def test_calls_are_watched_in_a_backward_with_hooks_or_functions_alone(monkeypatch: Any) -> None:
+    """To see each call of Python's takes half as long as the capture of a module again."""
+    watched, before = [], sys.setprofile
+    monkeypatch.setattr(sys, "setprofile", lambda function: (watched.append(function), before(function)))
+    plain = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    ws.compile(plain, fullgraph=True)(torch.ones(2, 3)).sum().backward()
+    assert watched == []
+    plain[0].register_forward_hook(lambda *args: hooked(args[2], lambda g: g * 2))
+    ws.compile(plain, fullgraph=True)(torch.ones(2, 3)).sum().backward()
+    assert watched != []
+
+
 def test_what_a_hook_takes_back_of_what_the_forward_set_is_taken_back_outside() -> None:
     class Counted(nn.Module):
         def __init__(self) -> None:

@@ -8,6 +8,7 @@ import pytest  # noqa: F401 - likewise
 import scipy.optimize  # noqa: F401 - by which is planned what a backward keeps
 import torch
 import torch._dynamo  # noqa: F401 - an optimizer's first step imports it
+import torch.distributed.optim  # noqa: F401 - torch's wrappers, which ours are compared with
 
 import tests.support.spmd_equal  # noqa: F401 - with transformers
 import wholestep as ws

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.utils.hooks import RemovableHandle
 
 from wholestep.capture.guards.compared_values import is_data
 from wholestep.capture.snapshot.user_code import is_library, is_system, is_user_module
@@ -38,12 +37,12 @@ Chain = tuple[str, bool, list[tuple[str, Any]]]
 
 
 @contextmanager
-def refusing_reads(nodes: Iterable[Any], hooks_before: int) -> Iterator[None]:
+def refusing_reads(nodes: Iterable[Any], has_hooks: bool) -> Iterator[None]:
     """The engine runs a backward that is traced.
 
     Args:
         nodes: those of its graph.
-        hooks_before: how many this process had registered before the forward.
+        has_hooks: whether the forward has registered some.
 
     Raises:
         UnsupportedError: Python that ran in it reads an object that may change before a later backward.
@@ -58,7 +57,7 @@ def refusing_reads(nodes: Iterable[Any], hooks_before: int) -> Iterator[None]:
             if not is_system(code.co_filename) and _is_own(frame):
                 found.extend((path, code) for path in _reads(frame))
 
-    if RemovableHandle.next_id == hooks_before and not any(isinstance(node, BackwardCFunction) for node in nodes):
+    if not has_hooks and not any(isinstance(node, BackwardCFunction) for node in nodes):
         yield
         return
     with _profiled(look):

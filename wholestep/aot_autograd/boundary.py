@@ -167,7 +167,12 @@ def reach(start: Any, targets: list[Any]) -> frozenset[int]:
 
 def hooked_nodes(recorder: Recorder) -> list[Any]:
     """The nodes of tensors of the step that were, or may have been, given hooks so far."""
-    return [] if RemovableHandle.next_id == recorder.hooks_before else [*recorder.hooked]
+    return [*recorder.hooked] if has_new_hooks(recorder) else []
+
+
+def has_new_hooks(recorder: Recorder) -> bool:
+    """Whether hooks were registered since the step began: ask before a context that has some of its own."""
+    return RemovableHandle.next_id != recorder.hooks_before
 
 
 def refuse_beside(hooked: list[Any], outputs: list[Output], roots: list[Any]) -> None:

@@ -20,6 +20,7 @@ from wholestep.aot_autograd.boundary import (
     Output,
     Root,
     has_history,
+    has_new_hooks,
     hooked_nodes,
     keeps,
     leaves_made,
@@ -92,12 +93,12 @@ def differentiate(
     late: list[tuple[TracedInput, fx.Node]] = []
     tangents: list[fx.Node] = []
     gradients: list[list[torch.Tensor]] = []
-    nodes, hooked = [r.node for r in roots], hooked_nodes(recorder)  # before ours
+    nodes, hooked, has_hooks = [r.node for r in roots], hooked_nodes(recorder), has_new_hooks(recorder)  # before ours
     with _without_hooks(roots), recording(), without_autocast(), _deferred_writes(recorder, late):
         refused = [(o, _alone(o)) for o in outputs if not reach(o.tensor.grad_fn, nodes)]
         outputs = [o for o in outputs if all(o is not other for other, _ in refused)]
         if outputs:
-            with refusing_reads(behind(o.tensor for o in outputs), recorder.hooks_before):
+            with refusing_reads(behind(o.tensor for o in outputs), has_hooks):
                 outputs, tangents, gradients = _gradients(recorder, outputs, roots, refused)
     alive = [*outputs, *(o for o, why in refused if not why.startswith(SECOND_TIME))]
     refuse_beside(hooked, alive, nodes)

@@ -62,7 +62,7 @@ class Recorder(TorchDispatchMode):
         builder: writes the graph.
         inputs: the tensors, numbers and generators that the step reads.
         numbers: host numbers, and the decisions that Python takes on them.
-        hooks_before: how many hooks this process had registered when it began.
+        hooks_before: how many hooks this process had registered when the step began.
         zeros: tangents that are not there.
         views, mutations, storages: what functionalisation makes of views, writes and resized storages.
         hooked: the autograd nodes of tensors of the step that were, or may have been, given hooks.

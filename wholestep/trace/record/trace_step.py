@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from wholestep.capture import Args, Effect, Kwargs, Snapshot, new_values, outcome, state_outputs
 from wholestep.capture.effects.recipes import Value
@@ -103,6 +104,7 @@ def _recorded(
 
     grad_mode = torch.is_grad_enabled()
     with recording():
+        recorder.hooks_before = RemovableHandle.next_id  # without those of `recording`
         args, kwargs = world.substitutes.lift([recorder.numbers.input(n.source, n.value) for n in world.numbers])
         result = _run(recorder, fn, args, kwargs)
     if recorder.numbers.refusal is not None:  # the step went on past it, on a way that eager would not have taken
