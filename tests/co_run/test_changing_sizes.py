@@ -50,6 +50,7 @@ def same(a: list[Any], b: list[Any]) -> bool:
 @pytest.mark.parametrize("name", STEPS)
 def test_ever_new_counts_are_bounded_and_as_in_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wholestep.co_run.step.TIMED", 10**9)
+    monkeypatch.setattr("wholestep.co_run.step.MANY", 10**9)
     monkeypatch.setattr(prefix_tree, "MAX_CALLS", 4)
     step, found = training(STEPS[name], True, 12)
     nodes, programs = step._signatures.count, len(step.segments)
@@ -62,6 +63,7 @@ def test_ever_new_counts_are_bounded_and_as_in_eager(name: str, monkeypatch: pyt
 
 def test_counts_that_come_again_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wholestep.co_run.step.TIMED", 10**9)
+    monkeypatch.setattr("wholestep.co_run.step.MANY", 10**9)
     step = co_run(lambda x, keep: float((x[keep] * 2).sum()))
     for _ in range(4):
         for count in range(8):

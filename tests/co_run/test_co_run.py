@@ -18,8 +18,10 @@ from torch.onnx.operators import shape_as_tensor
 import wholestep as ws
 from tests.co_run.test_steps import co_run
 from wholestep import comm
+from wholestep.co_run import is_deferring
 from wholestep.co_run.queue import Queue
 from wholestep.co_run.reads import ExtensionWatch
+from wholestep.co_run.segment import Segment
 from wholestep.errors import CaptureError
 from wholestep.testing import run_ranks
 from wholestep.trace.patches.engine_hook import handled
@@ -276,21 +278,29 @@ def test_the_faster_way_is_taken():
     assert step.eager  # a few operators on a few numbers
 
 
-@pytest.mark.parametrize("pays", [False, True])
-def test_many_operators_are_compiled_where_that_can_pay(pays, monkeypatch):
-    clock, dispatch = [0], Queue._dispatch
+# What 122 operators take one by one, and what the step takes in eager, where to defer one takes 1.
+@pytest.mark.parametrize(("kernels", "eager", "pays"), [
+    (0, 1, False), (100, 130, False), (400, 480, True), (1000, 1100, True),
+])  # fmt: skip
+def test_many_operators_are_compiled_where_that_can_pay(kernels, eager, pays, monkeypatch):
+    clock, dispatch, run = [0], Queue._dispatch, Segment.run
 
     def dispatched(*args):
-        clock[0] += 1  # deferring takes time, kernels take none
+        clock[0] += 1
         return dispatch(*args)
 
+    def run_one_by_one(segment, tensors, numbers):
+        clock[0] += kernels
+        run(segment, tensors, numbers)
+
     def step(x):
-        clock[0] += 1000 if pays else 1  # which eager takes, too
+        clock[0] += 0 if is_deferring() else eager
         for _ in range(60):
             x = (x * 0.5).sin()
         return x.sum().item()
 
     monkeypatch.setattr(Queue, "_dispatch", dispatched)
+    monkeypatch.setattr(Segment, "run", lambda self, *args: (run if len(args) > 2 else run_one_by_one)(self, *args))
     monkeypatch.setattr("wholestep.co_run.step.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     served, x = co_run(step), torch.ones(2)
     for _ in range(5):

@@ -540,6 +540,7 @@ def equal(a, b):
 @pytest.fixture(autouse=True)
 def deferring(monkeypatch):
     monkeypatch.setattr("wholestep.co_run.step.TIMED", 10**9)  # else a small step ends in eager
+    monkeypatch.setattr("wholestep.co_run.step.MANY", 10**9)
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)

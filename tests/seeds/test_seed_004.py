@@ -157,6 +157,7 @@ def test_a_module_that_calls_another_ones_inside() -> None:
 
 def test_control_flow_on_data(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wholestep.co_run.step.TIMED", 10**9)
+    monkeypatch.setattr("wholestep.co_run.step.MANY", 10**9)
 
     class Special(nn.Module):
         def _some_bad_fwd(self, param: Tensor, y: Tensor) -> Tensor:

@@ -30,9 +30,9 @@ MAX_PROGRAMS = 64
 # Calls timed in each way before the faster one is taken: those of known operators and programs, until there were
 # that many calls without.
 TIMED, LEARNING = 4, 8
-# From so many operators on, which take 0.3 s to compile, one call is timed before they are: where it takes less than
-# half of what deferring alone does, no program can win, also if the call was of a smaller batch.
-MANY = 100
+# From so many operators on, which take 0.3 s to compile, two calls are timed before they are, where deferring takes
+# more than a part of what the kernels do: if both take less than deferring and that part together, no program can win.
+MANY, TRIED, PART = 100, 2, 0.25
 
 
 def is_deferring() -> bool:
@@ -75,20 +75,20 @@ class CoRun:
         self._calls = 0
         self._times: dict[bool, list[float]] = {False: [], True: []}  # of deferred calls, and of eager ones
         self._interpreted, self._kernels = 0, 0.0  # operators that the call ran one by one, and seconds in these
-        self._deferring = 0.0  # seconds of the last call without kernels, where the next is to show what eager takes
+        self._least = 0.0  # seconds that a program's call would take at least, where the next ones show what eager does
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One call of the step: all that it does has happened when it returns or raises."""
         if self.eager:
             return self._fn(*args, **kwargs)
         deferred, plain = self._times[False], self._times[True]
-        if self._ranks is None and (len(deferred) >= TIMED > len(plain) or self._deferring):
+        if self._ranks is None and (len(deferred) >= TIMED > len(plain) or (self._least and len(plain) < TRIED)):
             begin = time.perf_counter()
             result = self._fn(*args, **kwargs)
             plain.append(time.perf_counter() - begin)
-            if 2 * plain[-1] < self._deferring or len(plain) == TIMED and min(plain) < min(deferred):
+            hopeless = len(plain) == TRIED and max(plain) < self._least
+            if hopeless or (len(plain) == TIMED and min(plain) < min(deferred)):
                 self.eager = "that was faster than deferring its operators"
-            self._deferring = 0.0
             return result
         if self._exposed is None:
             self._exposed = ExposedMemory(self._step, args, kwargs)
@@ -103,8 +103,8 @@ class CoRun:
             known, took = queue.known and programs == len(self.segments), time.perf_counter() - begin
             if len(deferred) < TIMED and (known or self._calls > LEARNING):
                 deferred.append(took)
-            if known and not plain and self._interpreted >= MANY and took > 2 * self._kernels:
-                self._deferring = took - self._kernels
+            if known and not plain and self._interpreted >= MANY and took > (1 + PART) * self._kernels:
+                self._least = took - (1 - PART) * self._kernels
 
     def __repr__(self) -> str:
         return f"its Python runs at each call, {'in eager' if self.eager else f'segments: {len(self.segments)}'}"
