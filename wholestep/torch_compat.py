@@ -157,6 +157,21 @@ def saved_as_it_is(node: Any, name: str) -> torch.Tensor | None:
     return None if raw.unpack_hook is not None else getattr(node, f"_saved_{name}")
 
 
+def is_packed(node: Any) -> bool:
+    """Whether a node of torch's own saved a tensor that a hook packed, other than torch's own."""
+    try:
+        saved = [getattr(node, name) for name in _saved_names(node.__class__)]
+    except RuntimeError:  # a list of them, freed
+        return False
+    hooks = [raw.unpack_hook for one in saved for raw in (one if isinstance(one, tuple) else (one,))]
+    return any(hook is not None and not str(hook.__module__).startswith("torch.") for hook in hooks)
+
+
+@cache
+def _saved_names(kind: type) -> tuple[str, ...]:
+    return tuple([name for name in dir(kind) if name.startswith("_raw_saved_")])
+
+
 def saved_numbers(node: Any, name: str) -> tuple[Any, ...]:
     """The numbers that an autograd node saved under the name of one of its operator's arguments, as they were given."""
     found = getattr(node, f"_saved_{name}", None)

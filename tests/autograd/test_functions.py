@@ -799,6 +799,23 @@ class Scaled(torch.autograd.Function):
         return grad * Scaled.scale
 
 
+class ScaledByContext(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.flags, ctx.own = FLAGS, {"one": 1.0}
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        flags = ctx.flags
+        return grad * flags["scale"] * ctx.own["one"]
+
+
+def unpacked(h: Tensor, hook: Any) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, hook):
+        return h.sin()
+
+
 def hooked(h: Tensor, hook: Any) -> Tensor:
     h.register_hook(hook)
     return h
@@ -806,6 +823,7 @@ def hooked(h: Tensor, hook: Any) -> Tensor:
 
 @pytest.mark.parametrize("inner", [
     Scaled.apply, lambda h: hooked(h, lambda g: g * FLAGS["scale"]), lambda h: hooked(h, lambda g: g * SCALE),
+    ScaledByContext.apply, lambda h: unpacked(h, lambda t: t * FLAGS["scale"]),
 ])  # fmt: skip
 def test_a_backward_outside_sees_what_python_that_runs_in_it_reads(inner: Any) -> None:
     def trained(compile: Any) -> list[Tensor]:

@@ -105,6 +105,7 @@ from wholestep.torch_compat import (
     is_linearized,
     is_one_of_several,
     is_one_operator,
+    is_packed,
     is_zero_tensor,
     kernel_settings,
     layout_functions,
@@ -533,6 +534,10 @@ def test_what_a_node_saved_is_given_unless_a_hook_packed_it():
     assert given is not None and torch.equal(given, x)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         assert saved_as_it_is(x.prod().grad_fn, "self") is None
+        picked = x[torch.tensor([1])]
+    assert is_packed(picked.grad_fn) and not is_packed(x[torch.tensor([1])].grad_fn)
+    picked.sum().backward()
+    assert not is_packed(picked.grad_fn)
 
 
 def test_a_node_shows_the_numbers_that_it_saved():

@@ -23,6 +23,7 @@ from torch.autograd.function import BackwardCFunction
 from wholestep.capture.guards.compared_values import is_data
 from wholestep.capture.snapshot.user_code import is_library, is_system, is_user_module
 from wholestep.errors import UnsupportedError
+from wholestep.torch_compat import is_packed
 
 # Where Python of a backward's is called: by the engine, by a module's hooks, by a function's node.
 _CALLERS = {"torch.autograd.graph", "torch.autograd.function", "torch.utils.hooks",
@@ -57,7 +58,7 @@ def refusing_reads(nodes: Iterable[Any], has_hooks: bool) -> Iterator[None]:
             if not is_system(code.co_filename) and _is_own(frame):
                 found.extend((path, code) for path in _reads(frame))
 
-    if not has_hooks and not any(isinstance(node, BackwardCFunction) for node in nodes):
+    if not has_hooks and not any(isinstance(node, BackwardCFunction) or is_packed(node) for node in nodes):
         yield
         return
     with _profiled(look):
@@ -115,9 +116,11 @@ def _reads(frame: FrameType) -> Iterator[str]:
     """What of that can change a function is about to read, of variables of outside and of its arguments."""
     for name, is_outside, steps in _chains(frame.f_code):
         holder, value = None, frame.f_locals.get(name, frame.f_globals.get(name, _MISSING))
+        is_kept = False  # in a context, or by what it alone holds: by an item there, `value` and the call
         for kind, key in steps:
+            is_kept = isinstance(value, BackwardCFunction) or (is_kept and sys.getrefcount(value) <= 3)
             holder, value = value, _part(value, kind, key)
-        if isinstance(value, type):
+        if is_kept or isinstance(value, type):
             continue
         changes = isinstance(value, _CONTAINERS) or (is_data(value) and not isinstance(holder, EnumMeta))
         if changes if steps else is_outside and _may_change(frame, name, value):
@@ -127,6 +130,7 @@ def _reads(frame: FrameType) -> Iterator[str]:
 @cache
 def _chains(code: CodeType) -> list[Chain]:
     found: list[Chain] = []
+    named: dict[str, Chain] = {}  # by a variable of its own
     steps: list[tuple[str, Any]] | None = None
     for here, after in pairwise([*dis.get_instructions(code), None]):
         assert here is not None
@@ -134,20 +138,24 @@ def _chains(code: CodeType) -> list[Chain]:
             steps.append(("attribute", here.argval))
         elif steps is not None and here.opname == "LOAD_CONST" and after and after.opname == "BINARY_SUBSCR":
             steps.append(("item", here.argval))
-        elif here.opname in _LOADS:
-            name = here.argval[-1] if isinstance(here.argval, tuple) else here.argval
-            steps = []
-            found.append((name, here.opname in _OUTSIDE, steps))
+        elif here.opname in (*_LOADS, "STORE_FAST"):
+            names = here.argval if isinstance(here.argval, tuple) else (here.argval,)
+            if steps is not None and here.opname.startswith("STORE"):
+                named[names[0]] = found[-1]
+            name, is_outside, before = named.get(names[-1], (names[-1], here.opname in _OUTSIDE, []))
+            steps = None if here.opname == "STORE_FAST" else [*before]
+            if steps is not None:
+                found.append((name, is_outside, steps))
         elif here.opname != "BINARY_SUBSCR":
             steps = None
     return found
 
 
 def _part(holder: Any, kind: str, key: Any) -> Any:
-    """An attribute or an item, where reading it runs no code of anybody's; of a context or a tensor, nothing."""
+    """An attribute or an item, where reading it runs no code of anybody's; of a tensor, nothing."""
     if kind == "item":
         return holder[key] if type(holder) is dict and key in holder else _MISSING
-    if holder is _MISSING or isinstance(holder, (torch.Tensor, BackwardCFunction)):
+    if holder is _MISSING or isinstance(holder, torch.Tensor):
         return _MISSING
     if isinstance(holder, ModuleType) and not is_user_module(holder):
         found = getattr_static(holder, key, _MISSING)
