@@ -32,6 +32,12 @@ def test_what_one_rank_cannot_replay_runs_on_all():
     assert torch.equal(one[3], two[3])
 
 
+def test_a_number_of_one_rank_alone_is_its_own():
+    one, two = run_ranks(programs.scaled_on_one_rank, 2)
+    assert one[0] == one[1] and two[0] == two[1]
+    assert one[0][4:] == two[0][4:] and one[0][:2] == two[0][:2] and one[0][2] != two[0][2]
+
+
 def test_ranks_that_decide_otherwise_are_named_on_all():
     one, two = run_ranks(programs.decides_otherwise, 2)
     assert one == two

@@ -209,6 +209,32 @@ def breaks_on_one_rank() -> list[Any]:
     return [out.getvalue(), log, compiled.breaks[0], model.weight.detach()]
 
 
+def scaled_on_one_rank() -> list[list[Any]]:
+    """A number that the second rank alone has otherwise from the third call on, under each plan of the local view."""
+
+    def played_under(plan: str) -> list[Any]:
+        torch.manual_seed(0)
+        model, scale, log = Net(), [1.0], []
+        opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        @ws.compile(mesh=mesh(), plan=PLANS[plan])
+        def step(x: torch.Tensor) -> None:
+            opt.zero_grad()
+            loss = (model(x) * scale[0]).square().mean()
+            loss.backward()
+            print("a step")
+            opt.step()
+            log.append(loss.item() + model.last.bias.sum().item())
+
+        for call in range(4):
+            scale[0] = 3.0 if call > 1 and comm.get_rank() else 1.0
+            with redirect_stdout(io.StringIO()):
+                step(torch.ones(6, 6))
+        return [*log, *model.last.weight.flatten().tolist()]
+
+    return [played_under(plan) for plan in LOCAL]
+
+
 def decides_otherwise() -> str:
     """Ranks that go different ways are told so."""
     model = nn.Linear(4, 4)

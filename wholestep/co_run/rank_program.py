@@ -159,6 +159,7 @@ class RankProgram(CapturedSegment):
         self.unreduced = [i for i, p in enumerate(leaves) if p in names and names[p].source in unreduced]
         self.program = Program(program, self.run)
         self._agree(inputs, [tensors[i] if i >= 0 else numbers[~i] for i in self.indices], places, names)
+        del self.traced, _replaying.record  # their aliases would count as somebody who sees the whole of a part
 
     def _input(self, name: str, index: int, places: Sequence[Any], names: Names) -> Input:
         if index < 0:
