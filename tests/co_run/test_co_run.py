@@ -13,6 +13,7 @@ import markupsafe._speedups
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.onnx.operators import shape_as_tensor
 
 import wholestep as ws
@@ -618,6 +619,19 @@ def test_quantized_tensors_are_not_deferred(deferring):
     compiled = ws.compile(step)
     for x in torch.randn(4, 3):
         assert all(map(torch.equal, compiled(x), step(x)))
+
+
+def test_what_fake_tensors_are_computed_from_runs_at_once(deferring):
+    def step(x):
+        with FakeTensorMode():
+            a = torch.ones(3, 4)
+            shape = (a @ a.T).shape
+        print(shape)
+        return x * 2, tuple(shape)
+
+    compiled = ws.compile(step)
+    for x in torch.randn(4, 3):
+        assert str(compiled(x)) == str(step(x))
 
 
 def test_forward_mode_differentiation_makes_zeros_without_memory(deferring):

@@ -11,7 +11,7 @@ from wholestep.co_run.places import storage_at
 from wholestep.functional import written_arguments
 from wholestep.ir import NodeInfo
 from wholestep.nested import tensors_of
-from wholestep.torch_compat import FakeTensor, OpOverload, default_device, kernel_settings
+from wholestep.torch_compat import OpOverload, default_device, kernel_settings
 
 # Steps whose operators are always others grow the tree at each call: then it begins anew.
 MAX_NODES = 100_000
@@ -99,8 +99,11 @@ class Unknown(Exception):  # noqa: N818 - a signal, not an error
     """A call whose results are not known before it runs, so that it cannot be deferred."""
 
 
-def described(func: OpOverload, args: Any, kwargs: Any, found: Any) -> Results:
+def described(func: OpOverload, args: Any, kwargs: Any, found: Any, kind: type = torch.Tensor) -> Results:
     """What a call gave, so that the next one like it can be answered without running it.
+
+    Args:
+        kind: the class of its results.
 
     Raises:
         Unknown: a result is no plain tensor in fresh memory.
@@ -117,7 +120,7 @@ def described(func: OpOverload, args: Any, kwargs: Any, found: Any) -> Results:
         if alias is not None:
             described.append(Given(given[frozenset(alias.before_set)]))
         else:
-            described.append(_layout(value, memories))
+            described.append(_layout(value, memories, kind))
     return tuple(described) if several else described[0]
 
 
@@ -126,12 +129,14 @@ def _written_by_alias(func: OpOverload) -> dict[frozenset[str], int]:
     return {frozenset(alias.before_set): i for alias, i in aliases if alias is not None}
 
 
-def _layout(value: Any, memories: set[int]) -> Results:
+def _layout(value: Any, memories: set[int], kind: type) -> Results:
     if value is None:
         return None
     if isinstance(value, (list, tuple)):
-        return tuple([_layout(item, memories) for item in value])
-    if type(value) not in (torch.Tensor, FakeTensor) or value.layout is not torch.strided or value.is_nested:
+        return tuple([_layout(item, memories, kind) for item in value])
+    if not isinstance(value, torch.Tensor) or type(value) is not kind:
+        raise Unknown
+    if value.layout is not torch.strided or value.is_nested:
         raise Unknown
     if value.storage_offset() or value.is_quantized:
         raise Unknown

@@ -23,7 +23,7 @@ from wholestep.nested import map_leaves
 from wholestep.patches import Replacement, original
 from wholestep.pipeline import Options
 from wholestep.spmd import BufferBroadcast
-from wholestep.torch_compat import empty_fake, no_modes
+from wholestep.torch_compat import FakeTensor, empty_fake, no_modes
 from wholestep.trace.record.provenance import WITH_PLAN, Provenance
 from wholestep.trace.record.user_line import user_line
 
@@ -130,7 +130,7 @@ class Ranks:
             found = run(mode, facts.op, args, kwargs)
             if sizes != [tensor.size() for tensor in fakes.values()]:
                 raise Unknown
-            return described(facts.op, args, kwargs, found)
+            return described(facts.op, args, kwargs, found, FakeTensor)
 
     def read(self, tensors: Iterable[torch.Tensor], writes: bool) -> None:
         """Gathers the whole memory of tensors that are read now; where they are written, it stays whole."""
