@@ -127,6 +127,13 @@ def half(reduce: torch.dtype | None) -> nn.Module:
     return sharded(Net(norm=lambda size: nn.Identity()), mp_policy=policy)  # type: ignore[no-any-return]
 
 
+def hooked(model: nn.Module) -> nn.Module:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_hook(lambda grad: grad.clamp(-1e-2, 1e-2))
+    return model
+
+
 CASES = {
     "AdamW": Case(),
     "fused": Case(opt=fused),
@@ -139,6 +146,7 @@ CASES = {
     "reduced in half precision": Case(model=lambda: half(None), why="reduced in another dtype than the parameter's"),
     "accumulated": Case(accumulated, why="gradients of several backwards"),
     "gradients kept": Case(kept, why="gradients that are kept, not reduced"),
+    "hooks": Case(model=lambda: hooked(sharded(Net())), why="hooks on parameters"),
     "of parts": Case(of_parts, why="aten.sum.default of a part, which is not that of the whole"),
     "of parts in a module": Case(penalized, why="aten.sum.default of a part, which is not that of the whole"),
     "columns": Case(

@@ -22,6 +22,7 @@ from wholestep.parallel.bucket_use import Use
 from wholestep.parallel.outputs import map_tensors, tensors_in
 from wholestep.parallel.sharded_parameters import Policies, Reduction, ShardBucket
 from wholestep.torch_compat import (
+    HOOK_TABLES,
     at_end_of_backward,
     current_autograd_node,
     innermost_saved_tensor_hooks,
@@ -265,6 +266,7 @@ class ParameterGroup:
         for what, found in (
             ("gradients that are kept, not reduced", kept),
             ("gradients that are reduced in another dtype than the parameter's", other),
+            ("hooks on parameters, which get the reduced gradients of parts", any(map(_has_hooks, parameters))),
             ("a mesh of copies", policies.replicas is not None),
             ("offload to the CPU", policies.home != policies.device),
         ):  # fmt: skip
@@ -336,6 +338,11 @@ class ParameterGroup:
 
 def _same(value: Any) -> Any:
     return value
+
+
+def _has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether it has any besides that of parts."""
+    return sum(len(getattr(parameter, table) or ()) for table in HOOK_TABLES) > 1
 
 
 def _differentiable(value: Any) -> list[torch.Tensor]:
