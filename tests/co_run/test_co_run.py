@@ -279,6 +279,21 @@ def test_the_faster_way_is_taken():
     assert step.eager  # a few operators on a few numbers
 
 
+@pytest.mark.parametrize(("eager", "taken"), [(99, False), (90, True)])  # of deferred calls that take 100
+def test_eager_is_taken_where_it_is_clearly_faster(eager, taken, monkeypatch):
+    clock = [0]
+
+    def step(x):
+        clock[0] += 100 if is_deferring() else eager
+        return (x + 1).sum().item()
+
+    monkeypatch.setattr("wholestep.co_run.step.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    served = co_run(step)
+    for _ in range(16):
+        served(torch.ones(2))
+    assert bool(served.eager) is taken
+
+
 # What 122 operators take one by one, and what the step takes in eager, where to defer one takes 1.
 @pytest.mark.parametrize(("kernels", "eager", "pays"), [
     (0, 1, False), (100, 130, False), (400, 480, True), (1000, 1100, True),

@@ -28,8 +28,9 @@ from wholestep.trace.record.user_line import user_line
 # Programs of one step; beyond, segments run operator by operator.
 MAX_PROGRAMS = 64
 # Calls timed in each way before the faster one is taken: those of known operators and programs, until there were
-# that many calls without.
-TIMED, LEARNING = 4, 8
+# that many calls without. Eager is taken where its fastest call takes less than this part of the fastest deferred one:
+# so few calls do not tell smaller differences from noise.
+TIMED, LEARNING, CLEARLY = 4, 8, 0.97
 # From so many operators on, which take 0.3 s to compile, two calls are timed before they are, where deferring takes
 # more than a part of what the kernels do: if both take less than deferring and that part together, no program can win.
 MANY, TRIED, PART = 100, 2, 0.25
@@ -87,7 +88,7 @@ class CoRun:
             result = self._fn(*args, **kwargs)
             plain.append(time.perf_counter() - begin)
             hopeless = len(plain) == TRIED and max(plain) < self._least
-            if hopeless or (len(plain) == TIMED and min(plain) < min(deferred)):
+            if hopeless or (len(plain) == TIMED and min(plain) < CLEARLY * min(deferred)):
                 self.eager = "that was faster than deferring its operators"
             return result
         if self._exposed is None:
