@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -222,7 +222,7 @@ def require_equal(group: ProcessGroup, said: Sequence[str]) -> None:
 class ForkedGroup(ProcessGroup):
     """A group in a process that was forked from one of its ranks. It tells ranks, and ends without a word."""
 
-    def _live(self, what: str) -> int:
+    def _live(self, what: str) -> NoReturn:
         raise DistBackendError(
             f"{what}: this process was forked from rank {self.labels[self._rank]} of group {self.group_name!r} and is "
             "no rank of it: start it by spawn or forkserver, or call destroy_process_group and init_process_group "
@@ -231,10 +231,9 @@ class ForkedGroup(ProcessGroup):
 
     def _run(self, op: str, outs: list[torch.Tensor], ins: list[torch.Tensor], opts: Options) -> Work:
         self._live(op)
-        raise AssertionError
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._live("a collective")  # where each begins, before the flight recorder notes it
+        self._live("a collective")  # where each begins, before the flight recorder notes it
 
 
 def _in_child() -> None:

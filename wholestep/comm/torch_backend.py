@@ -21,12 +21,12 @@ from wholestep.comm.api import collective_table as table
 from wholestep.comm.api import collectives, p2p
 from wholestep.comm.api.collective_table import ArgumentKind, Collective
 from wholestep.comm.api.groups import World, world
-from wholestep.comm.api.tracing import TracedWork
+from wholestep.comm.api.tracing import is_traced
 from wholestep.comm.engines.c10d_adapters import TorchStore
 from wholestep.comm.engines.hierarchical import create_shared
 from wholestep.comm.process_group import ProcessGroup
 from wholestep.comm.reduce_op import RedOpType
-from wholestep.comm.work import All, Finished, Work, await_futures, future_of, seconds
+from wholestep.comm.work import All, Work, await_futures, future_of, seconds
 from wholestep.torch_compat import skipped_by_dynamo
 
 _KINDS = [(getattr(dist.ReduceOp, kind.name), kind) for kind in RedOpType if kind is not RedOpType.PREMUL_SUM]
@@ -249,9 +249,9 @@ class ShmProcessGroup(_TorchGroup):
     def _work(
         self, work: Work | None, result: list[Any], opts: Any = None, timeout: timedelta | None = None
     ) -> TorchWork:
-        made = TorchWork(work or Finished(result), result, _limit(opts, timeout))
+        made = TorchWork(work or Work(result), result, _limit(opts, timeout))
         number = len(result) == 1 and isinstance(result[0], torch.Tensor) and result[0].numel() == 1
-        if number and not isinstance(work, TracedWork):
+        if number and not is_traced(result[0]):
             self._numbers.append(made)  # DDP's join leaves one to C++, which does not keep the Python object
         return made
 

@@ -50,7 +50,7 @@ def require_process(pid: int, what: str) -> None:
 
 
 class Work:
-    """A collective under way. The base class is one that has already ended: `wait` returns at once.
+    """A collective under way. The base class is one that has already ended, with some tensors: `wait` returns at once.
 
     Subclass it to write a backend in Python; only `wait` is required.
 
@@ -62,6 +62,9 @@ class Work:
     _result: list[torch.Tensor] | None = None
     _failure: BaseException | None = None
     _report: Callable[[BaseException], None] | None = None  # is told once what it failed with
+
+    def __init__(self, result: list[torch.Tensor] | None = None) -> None:
+        self._result = result
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Returns True when the tensors hold the result.
@@ -148,13 +151,6 @@ def await_futures() -> None:
     for thread in threading.enumerate():
         if thread.name == _COMPLETES and thread is not threading.current_thread():
             thread.join(max(0.0, end - time.monotonic()))
-
-
-class Finished(Work):
-    """A collective that has ended with these tensors."""
-
-    def __init__(self, result: list[torch.Tensor] | None = None) -> None:
-        self._result = result
 
 
 class All(Work):

@@ -18,7 +18,7 @@ from wholestep.comm.api.issue import Group, Op, issue, launch, waited
 from wholestep.comm.api.plan_cache import learn, with_plan_cache
 from wholestep.comm.process_group import Options
 from wholestep.comm.reduce_op import RedOpType, ReduceOp
-from wholestep.comm.work import All, Finished, Work
+from wholestep.comm.work import All, Work
 from wholestep.errors import DistMismatchError
 
 # Reductions -------------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def all_reduce_coalesced(
 ) -> Work | None:
     """`all_reduce` of each tensor of a list, as one call; of tensors that share memory the last one's result stays."""
     if not tensors:
-        return waited(Finished([]), async_op)
+        return waited(Work([]), async_op)
     return issue(table.ALL_REDUCE_COALESCED, tensors, tensors, group, async_op, op=op)
 
 
@@ -252,4 +252,4 @@ def sparse_all_reduce(
     total = torch.sparse_coo_tensor(torch.cat(all_indices).T, torch.cat(all_values), mine.shape).coalesce()
     with torch.no_grad():
         tensor.copy_(total)
-    return Finished([tensor]) if async_op else None
+    return Work([tensor]) if async_op else None

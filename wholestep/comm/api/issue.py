@@ -93,7 +93,7 @@ def issue(
 def _record(
     row: Collective, outs: list[torch.Tensor], ins: list[torch.Tensor], pg: ProcessGroup, opts: Options,
     kind: RedOpType, written: bool,
-) -> tracing.TracedWork:  # fmt: skip
+) -> Work:  # fmt: skip
     """The row's operator in a traced program. A factor that is a tensor is part of the program and multiplies there."""
     arguments: list[Any] = [opts.root] if row.root else []
     if row is SEND or row is RECV:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 
 from wholestep.comm.process_group import ProcessGroup
-from wholestep.comm.work import Work
+from wholestep.comm.work import All, Work
 from wholestep.errors import UnsupportedError
 from wholestep.torch_compat import FakeTensor, dispatch_modes_active
 
@@ -51,24 +50,13 @@ def not_recorded(fn: Fn) -> Fn:
     return call  # type: ignore[return-value]
 
 
-class TracedWork(Work):
-    """Collectives in a recorded program: `wait` records the waiting, once."""
-
-    def __init__(self, finish: list[Callable[[], None]], result: list[torch.Tensor]) -> None:
-        self._finish, self._result = finish, result
-
-    def wait(self, timeout: timedelta | float | None = None) -> bool:
-        while self._finish:
-            self._finish.pop(0)()
-        return True
-
-
-def in_place(name: str, tensors: list[torch.Tensor], group: ProcessGroup, *args: Any) -> TracedWork:
+def in_place(name: str, tensors: list[torch.Tensor], group: ProcessGroup, *args: Any) -> Work:
     """``wholestep::name`` on each tensor now, or on a copy of it, ``wholestep::wait_`` at the wait.
 
     A copy of what is not contiguous, and of a part of a larger tensor: that one would be made anew from the part before
     the wait."""
-    return TracedWork([_in_place(name, tensor, group, *args) for tensor in tensors], tensors)
+    ends = [_in_place(name, tensor, group, *args) for tensor in tensors]
+    return All([], tensors, lambda: [end() for end in ends])
 
 
 def _in_place(name: str, tensor: torch.Tensor, group: ProcessGroup, *args: Any) -> Callable[[], None]:
@@ -85,7 +73,7 @@ def _in_place(name: str, tensor: torch.Tensor, group: ProcessGroup, *args: Any) 
     return finish
 
 
-def into(name: str, outputs: list[torch.Tensor], inputs: Any, group: ProcessGroup, *args: Any) -> TracedWork:
+def into(name: str, outputs: list[torch.Tensor], inputs: Any, group: ProcessGroup, *args: Any) -> Work:
     """The pure operator now; at the wait its result is cut into the outputs, in order, if there are any."""
     ops = torch.ops.wholestep
     flat = getattr(ops, name)(inputs, *args, group.group_name)
@@ -97,4 +85,4 @@ def into(name: str, outputs: list[torch.Tensor], inputs: Any, group: ProcessGrou
             for out, part in zip(outputs, parts, strict=True):
                 out.copy_(part.view(out.shape))
 
-    return TracedWork([finish], outputs)
+    return All([], outputs, finish)

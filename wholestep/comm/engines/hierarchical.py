@@ -101,7 +101,8 @@ class HierarchicalGroup(ProcessGroup):
     def _fold(self, parts: Tensors, opts: Options, to: torch.Tensor) -> torch.Tensor:
         """The sums of all hosts as the result."""
         total = fold(parts, opts.op, to if to.dtype is parts[0].dtype else None)
-        return to.copy_(average(total, self._size) if opts.op is RedOpType.AVG else total)
+        total = average(total, self._size) if opts.op is RedOpType.AVG else total
+        return to if total.data_ptr() == to.data_ptr() else to.copy_(total)
 
     def _all_reduce(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
         """In pieces: one is under way between the hosts while the one before it is folded and spread, and the one after

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import numpy
 import torch
@@ -12,19 +10,20 @@ import torch
 from wholestep.comm.process_group import Options
 from wholestep.comm.reduce_op import RedOpType
 
-UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # numpy reduces what torch only stores
+UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
 HALVES = (torch.bfloat16, torch.float16)
 
-_FOLD: dict[RedOpType, tuple[Callable[..., torch.Tensor], Callable[..., Any]]] = {
-    RedOpType.SUM: (torch.add, numpy.add),
-    RedOpType.AVG: (torch.add, numpy.add),
-    RedOpType.PREMUL_SUM: (torch.add, numpy.add),
-    RedOpType.PRODUCT: (torch.mul, numpy.multiply),
-    RedOpType.MIN: (torch.minimum, numpy.minimum),
-    RedOpType.MAX: (torch.maximum, numpy.maximum),
-    RedOpType.BAND: (torch.bitwise_and, numpy.bitwise_and),
-    RedOpType.BOR: (torch.bitwise_or, numpy.bitwise_or),
-    RedOpType.BXOR: (torch.bitwise_xor, numpy.bitwise_xor),
+# numpy reduces unsigned integers, too, which torch only stores
+_FOLD: dict[RedOpType, numpy.ufunc] = {
+    RedOpType.SUM: numpy.add,
+    RedOpType.AVG: numpy.add,
+    RedOpType.PREMUL_SUM: numpy.add,
+    RedOpType.PRODUCT: numpy.multiply,
+    RedOpType.MIN: numpy.minimum,
+    RedOpType.MAX: numpy.maximum,
+    RedOpType.BAND: numpy.bitwise_and,
+    RedOpType.BOR: numpy.bitwise_or,
+    RedOpType.BXOR: numpy.bitwise_xor,
 }
 
 
@@ -32,18 +31,12 @@ def fold(parts: list[torch.Tensor], kind: RedOpType, out: torch.Tensor | None = 
     """The parts folded in their order and dtype; AVG and PREMUL_SUM as SUM.
 
     Args:
-        out: memory for the result, which may be that of one of two parts.
+        out: memory for the result of two parts, which may be that of one of them.
     """
-    ours, numpys = _FOLD[kind]
-    if parts[0].dtype in UNSIGNED:
-        total = torch.from_numpy(numpy.asarray(functools.reduce(numpys, [part.numpy() for part in parts])))
-        return total if out is None else out.copy_(total)
-    if len(parts) == 1:
-        return parts[0] if out is None else out.copy_(parts[0])
-    total = ours(parts[0], parts[1], out=out if len(parts) == 2 else None)
-    for part in parts[2:]:
-        ours(total, part, out=total)
-    return total if out is None or out is total else out.copy_(total)
+    memory = out.numpy() if out is not None and len(parts) == 2 else None
+    arrays = [part.detach().cpu().numpy() for part in parts]
+    total = functools.reduce(functools.partial(_FOLD[kind], out=memory), arrays)
+    return torch.from_numpy(numpy.asarray(total)).to(parts[0].device)
 
 
 def average(total: torch.Tensor, count: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup,
 from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.shared_tensors import native
 from wholestep.comm.stores.store import Store
-from wholestep.comm.work import Finished, Work, seconds
+from wholestep.comm.work import Work, seconds
 from wholestep.errors import DistBackendError, DistError, DistTimeoutError
 
 MANY = 256  # works under way, from which on those that have ended are let go
@@ -239,7 +239,7 @@ class ShmGroup(ProcessGroup):
         plain = limit == self._seconds
         self.latest = (code, dtype, red, opts.root, nbytes, shape, in_stride, out_stride, elem) if plain else None
         if outcome is None:
-            return Finished(outs)
+            return Work(outs)
         if isinstance(outcome, tuple):
             raise self.error(outcome)
         return ShmWork(self, outcome, outs, (ins, outs))

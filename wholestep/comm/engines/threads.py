@@ -18,7 +18,7 @@ from wholestep.comm.engines.reference_reduce import naive_reduce
 from wholestep.comm.engines.work_queue import WorkQueue
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup, description, part_of, require_equal
 from wholestep.comm.stores.store import Store
-from wholestep.comm.work import Finished, Work, seconds
+from wholestep.comm.work import Work, seconds
 from wholestep.errors import DistBackendError, DistError, DistMismatchError, DistRankError, DistTimeoutError
 
 Given = list[list[torch.Tensor]]  # what each rank gives
@@ -57,7 +57,7 @@ class ExchangeGroup(ProcessGroup):
                     f"rank {self._rank} expects {list(out.shape)} {out.dtype}"
                 )
             out.copy_(part.view_as(out))
-        return Finished(outs)
+        return Work(outs)
 
 
 class _Rendezvous:
@@ -127,7 +127,7 @@ class ThreadGroup(ExchangeGroup):
         with self._shared.changed:
             self._shared.mailboxes.setdefault((self._rank, dst, tag), []).append(tensors[0].clone())
             self._shared.changed.notify_all()
-        return Finished(tensors)
+        return Work(tensors)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         """In a thread, one for all receives of one kind: their messages come in order."""
@@ -194,12 +194,12 @@ class NullGroup(ExchangeGroup):
                 repeats = -(-out.numel() // max(mine.numel(), 1))
                 part = mine.repeat(repeats)[: out.numel()] if mine.numel() else torch.zeros_like(out)
                 out.copy_(part.view_as(out))
-            return Finished(outs)
-        return Finished(outs) if op == "scatter" and not ins else super()._run(op, outs, ins, opts)
+            return Work(outs)
+        return Work(outs) if op == "scatter" and not ins else super()._run(op, outs, ins, opts)
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
-        return Finished(tensors)
+        return Work(tensors)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> Work:
         tensors[0].zero_()
-        return Finished(tensors)
+        return Work(tensors)

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 
-from wholestep.comm.work import Finished, Work, require_process, seconds
+from wholestep.comm.work import Work, require_process, seconds
 from wholestep.errors import DistTimeoutError
 
 Step = Callable[[], object]  # a receive returns the sender's rank
@@ -58,7 +58,7 @@ class WorkQueue:
         idle = self._last is None or self._last.is_completed()
         if idle and not async_op:
             step()
-            return Finished(result)
+            return Work(result)
         self._last = work = QueuedWork(what, result)
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="wholestep-queue", daemon=True)

@@ -17,7 +17,6 @@ from wholestep import comm
 from wholestep.comm.api.groups import in_this_world
 from wholestep.comm.api.tracing import is_captured
 from wholestep.comm.engines.work_queue import WorkQueue
-from wholestep.comm.work import Finished
 
 Hook = Callable[[Any, Any], torch.futures.Future]
 Group = comm.ProcessGroup | None
@@ -41,7 +40,7 @@ def in_order(group: comm.ProcessGroup, function: Callable[[], torch.Tensor]) -> 
     """
     work: comm.Work
     if is_captured():  # a program has one order
-        work = Finished([function()])
+        work = comm.Work([function()])
     else:
         called, result = in_this_world(function), list[torch.Tensor]()
         queue = _queues.setdefault(group, WorkQueue())
