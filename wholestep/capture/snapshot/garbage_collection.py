@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import CodeType, FunctionType
@@ -67,15 +67,29 @@ def new_objects() -> Iterator[Callable[[], set[int]]]:
             _collect_when_due()
 
 
+def referrers(values: Sequence[Any], frozen: bool) -> list[Any]:
+    """What refers to some objects.
+
+    Args:
+        frozen: whether objects are set aside, as inside of `new_objects`, so that they have to be looked through, too.
+    """
+    given = tuple(values)  # the very arguments, which Python 3.13 counts
+    if frozen:
+        gc.unfreeze()
+    found = [holder for holder in gc.get_referrers(*given) if holder is not given]
+    if frozen:
+        gc.freeze()
+    return found
+
+
 def functions_of(code: CodeType) -> list[FunctionType]:
-    """The functions that have some code, looked for inside of `new_objects`; they are set aside with all others.
+    """The functions that have some code, looked for inside of `new_objects`.
 
     Raises:
         UnsupportedError: there is none.
     """
-    gc.unfreeze()
-    found = [held for held in gc.get_referrers(code) if isinstance(held, FunctionType) and held.__code__ is code]
-    gc.freeze()
+    held = referrers([code], frozen=True)
+    found = [one for one in held if isinstance(one, FunctionType) and one.__code__ is code]
     if not found:
         raise UnsupportedError(f"{code.co_qualname} runs in the step, and nothing that the step can see leads to it",
                                "call it by a name", where=f"{code.co_filename}:{code.co_firstlineno}")
@@ -84,21 +98,19 @@ def functions_of(code: CodeType) -> list[FunctionType]:
 
 def places_of(functions: list[FunctionType]) -> dict[str, Callable[[], Any]]:
     """Where functions are kept, in dicts and attributes, and what holds them: names, and what reads each place."""
-    gc.unfreeze()
     found: dict[str, Callable[[], Any]] = {}
     values: list[Any] = [*functions]
     met: set[int] = set()
     while values:
         wanted, holders = set(map(id, values)), []
         met |= wanted
-        for held in gc.get_referrers(*values):
+        for held in referrers(values, frozen=True):
             table = held if type(held) is dict else getattr(held, "__dict__", None)
             items = [*table.items()] if type(table) is dict and "__builtins__" not in table else []
             keys = [key for key, value in items if id(value) in wanted]
             found |= {f"[{k!r}] of {type(held).__name__} {id(table)}": partial(dict.get, table, k) for k in keys}
             holders += [held] if held is not table and id(held) not in met and (keys or isinstance(held, tuple)) else []
         values = holders if len(found) < MOST_PLACES else []
-    gc.freeze()
     return found
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.capture.snapshot.garbage_collection import objects_are_frozen
+from wholestep.capture.snapshot.garbage_collection import objects_are_frozen, referrers
 from wholestep.errors import PACKAGE, LeakError
 from wholestep.torch_compat import FakeTensor, no_modes
 
@@ -89,7 +89,7 @@ def empty_caches(frozen: bool) -> None:
         frozen: whether objects are frozen, by a capture under way or by the user; to count them takes longer than this.
     """
     if _counted != [sys.getrefcount(CACHE), len(_caches)]:
-        for cache in [found for found in _referrers([CACHE], frozen) if type(found) is CACHE]:
+        for cache in [found for found in referrers([CACHE], frozen) if type(found) is CACHE]:
             _caches.setdefault(cache, None)
         _counted[:] = sys.getrefcount(CACHE), len(_caches)
     for cache, before in [*_caches.items()]:
@@ -115,7 +115,7 @@ def _take_out(made: list[Any]) -> None:
     it knows."""
     if not made:
         return
-    found = _referrers(made, objects_are_frozen())
+    found = referrers(made, objects_are_frozen())
     tables = [table for table in found if type(table) in (dict, list, deque) and table is not made]
     ids = {*map(id, made)}
     for table in tables:
@@ -159,20 +159,9 @@ def made_at(value: Any) -> str:
     return f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, types.CodeType) else ""
 
 
-def _referrers(values: list[Any], frozen: bool = False) -> list[Any]:
-    """What refers to some objects, frozen or not."""
-    given = tuple(values)  # which Python 3.13 counts
-    if frozen:
-        gc.unfreeze()
-    found = [holder for holder in gc.get_referrers(*given) if holder is not given]
-    if frozen:
-        gc.freeze()
-    return found
-
-
 def _held(values: list[Any]) -> set[int]:
     """ids of what variables and the objects that the garbage collector sees hold, besides the list itself."""
-    holders = [h for h in _referrers(values) if h is not values and not isinstance(h, fx.Node)]
+    holders = [h for h in referrers(values, frozen=False) if h is not values and not isinstance(h, fx.Node)]
     return {*_variables(), *map(id, gc.get_referents(*holders))}
 
 
@@ -187,7 +176,7 @@ def _holder(value: Any, known: list[Any]) -> str | None:
         above.clear()
         seen |= {id(level), id(above), *map(id, level)}
         # a node shows what a capture has seen there: the graphs that a compiler was given are no leaks
-        above += [h for h in _referrers(level) if id(h) not in seen and not isinstance(h, fx.Node)]
+        above += [h for h in referrers(level, frozen=False) if id(h) not in seen and not isinstance(h, fx.Node)]
         for holder in above:
             seen.add(id(holder))
             below = next((o for o in level if any(inner is o for inner in gc.get_referents(holder))), level[0])
