@@ -216,20 +216,6 @@ static PyObject *gather(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
-/* What a weak reference leads to, or None; a new reference. */
-static PyObject *referent(PyObject *reference) {
-    if (reference == Py_None)
-        Py_RETURN_NONE;
-#if PY_VERSION_HEX < 0x030D0000
-    return Py_XNewRef(PyWeakref_GetObject(reference));
-#else
-    PyObject *value;
-    if (PyWeakref_GetRef(reference, &value) == 0)
-        Py_RETURN_NONE;
-    return value;
-#endif
-}
-
 static PyObject *recall(PyObject *self, PyObject *args) {
     (void)self;
     PyObject *found, *weak, *last, *memo;
@@ -242,10 +228,11 @@ static PyObject *recall(PyObject *self, PyObject *args) {
         if (PyList_SetItem(last, i, Py_XNewRef(PyList_GetItem(found, i))) < 0)
             return NULL;
     for (Py_ssize_t i = seen; i < count; i++) {
-        PyObject *value = referent(PyTuple_GetItem(weak, i));
-        same = same && value != NULL && PyList_GetItem(found, i) == value;
-        if (value == NULL || PyList_SetItem(last, i, value) < 0)
+        PyObject *reference = PyTuple_GetItem(weak, i);
+        PyObject *value = reference == Py_None ? Py_None : PyWeakref_GetObject(reference);
+        if (value == NULL || PyList_SetItem(last, i, Py_NewRef(value)) < 0)
             return NULL;
+        same = same && PyList_GetItem(found, i) == value;
     }
     if (same && words != NULL)
         words[SEEN] = (PyObject *)1;
