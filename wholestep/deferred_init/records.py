@@ -193,22 +193,19 @@ def draw(write: Write, memory: _Memory, state: torch.Tensor) -> torch.Tensor:
 
 def values_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's values in memory of their own; an ordinary tensor itself."""
-    record = record_of(tensor)
-    if record is None:
-        return tensor
-    with plain_subclasses():
-        if record.source is not None:
-            return record.source[0](Part.whole(tensor.shape))
-        memory = replay(needed([record], float("inf")), {})
-        return ref_of(tensor).on(memory[record] if record in memory else scratch(record.nbytes))
+    return tensor if record_of(tensor) is None else part_values(tensor, Part.whole(tensor.shape))
 
 
 def part_values(tensor: torch.Tensor, part: Part) -> torch.Tensor:
     """A part of a tensor's values, which may be a view of the whole ones: whoever keeps it makes a copy."""
     record = record_of(tensor)
-    if record is not None and record.source is not None:
+    if record is None:
+        return tensor.detach()[part.slices]
+    if record.source is not None:
         return record.source[0](part)
-    return values_of(tensor).detach()[part.slices]
+    with plain_subclasses():
+        memory = replay(needed([record], float("inf")), {})
+        return ref_of(tensor).on(memory[record] if record in memory else scratch(record.nbytes))[part.slices]
 
 
 def fill_storage(storage: torch.UntypedStorage) -> None:

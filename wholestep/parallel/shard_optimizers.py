@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from wholestep.comm.api.tracing import is_captured
 from wholestep.errors import UnsupportedError
 from wholestep.parallel.outputs import tensors_in
-from wholestep.parallel.shard_tensors import RULES, ShardGrad
-from wholestep.tensor_parts import Part, part_of, say_parts
+from wholestep.parallel.shard_tensors import RULES, ShardGrad, own_part
+from wholestep.tensor_parts import part_of, say_parts
 from wholestep.torch_compat import UnwrappedDispatchMode, no_modes
 
 _SEEN: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()  # the states that have no whole tensors
@@ -43,27 +43,18 @@ def _take_parts(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs:
     states = vars(optimizer).get("state", {})
     if _SEEN.get(optimizer) is states or is_captured():
         return
-    parts = _parts_of(optimizer)
+    known = [(one, part_of(one)) for group in vars(optimizer).get("param_groups", []) for one in group["params"]]
+    parts = [(one, part) for one, part in known if part is not None and one.shape != part.shape]  # not whole for now
     if parts and optimizer not in _SEEN:
         _try_step(optimizer, [one for one, _ in parts], args[1:], kwargs)
         say_parts([optimizer])
     for parameter, part in parts:
         state = states.get(parameter, {})
         for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == part.shape:
-                state[name] = value[part.slices].clone()
-            elif isinstance(value, torch.Tensor) and part_of(value) not in (None, part):
-                raise RuntimeError(
-                    f"fully_shard: {name} in the optimizer's state is {part_of(value)}, this rank has {part}: load "
-                    "what this rank saved, or whole tensors (ws.full_state_dict)"
-                )
+            if isinstance(value, torch.Tensor):
+                own = own_part(value, part, f"{name} in the optimizer's state")
+                state[name] = value if own is value else own.clone()
     _SEEN[optimizer] = states
-
-
-def _parts_of(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Part]]:
-    """The parameters that are parts now, not in the place of whole ones."""
-    known = [(one, part_of(one)) for group in vars(optimizer).get("param_groups", []) for one in group["params"]]
-    return [(one, part) for one, part in known if part is not None and one.shape != part.shape]
 
 
 def _try_step(optimizer: torch.optim.Optimizer, parts: list[torch.Tensor], args: Any, kwargs: Any) -> None:

@@ -15,7 +15,7 @@ from wholestep.deferred_init import fill
 from wholestep.parallel.equal_models import require_equal_models
 from wholestep.parallel.shard_optimizers import watch_optimizers
 from wholestep.parallel.shard_schedule import ParameterGroup, ShardSchedule
-from wholestep.parallel.shard_tensors import become_parts, stay_whole
+from wholestep.parallel.shard_tensors import become_parts, own_part, stay_whole
 from wholestep.parallel.sharded_parameters import ALONE_BYTES, Policies, ShardBucket, Sharded
 from wholestep.tensor_parts import part_of, say_parts
 
@@ -284,17 +284,11 @@ def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
             value = state.get(key)
             if one is None or not isinstance(value, torch.Tensor):
                 continue
-            if value.shape == one.shape:
-                state[key] = value if part_of(value) else value[one.part.slices]
-            elif part_of(value) not in (None, one.part):
-                raise RuntimeError(
-                    f"fully_shard: {key} in the state is {part_of(value)}, this rank has {one.part}: load what this "
-                    "rank saved, or whole tensors (ws.full_state_dict)"
-                )
-            elif list(value.shape) != one.own_shape:
+            state[key] = value = own_part(value, one.part, f"{key} in the state")
+            if value.shape != (own := one.part.size):
                 raise RuntimeError(
                     f"fully_shard: size mismatch for {key}: {list(value.shape)} in the state, {list(one.shape)} in the "
-                    f"model, of which this rank has {one.own_shape}: load a state of this model, whole or its parts"
+                    f"model, of which this rank has {list(own)}: load a state of this model, whole or its parts"
                 )
 
 

@@ -74,7 +74,7 @@ class Sharded:
         each = piece_size(rows, group.size())
         spans = [(0, size) for size in self.shape]
         spans[dim] = piece(rows, group.size(), group.rank())
-        self.part, self.own_shape = Part.of(self.shape, spans), [stop - first for first, stop in spans]
+        self.part = Part.of(self.shape, spans)
         self.chunk, self.even = each * math.prod(rest), rows % group.size() == 0
         strides = list(torch.empty(rows, *rest, device="meta").stride())
         self._strides = [*strides[1 : dim + 1], strides[0], *strides[dim + 1 :]]
@@ -85,7 +85,7 @@ class Sharded:
 
     def part_in(self, flat: torch.Tensor) -> torch.Tensor:
         """This rank's part of it, of the same order."""
-        return flat.as_strided(self.own_shape, self._strides)
+        return flat.as_strided(self.part.size, self._strides)
 
 
 class ShardBucket:

@@ -10,7 +10,7 @@ import torch
 from wholestep import comm
 from wholestep.comm.api.collectives import all_gather_rows
 from wholestep.comm.api.object_collectives import gathered_objects
-from wholestep.deferred_init import become, part_values, record_of
+from wholestep.deferred_init import become, part_values
 from wholestep.errors import PlanError
 from wholestep.ir import Input
 from wholestep.tensor_parts import Part, mark_part, mark_states, narrow_to, part_of
@@ -62,11 +62,10 @@ def shard_inputs(
             mark_part(tensor, part)
             continue
         before.append(tensor.is_contiguous())
-        if record_of(tensor) is not None:
-            become(tensor, part_values(tensor, part).clone(memory_format=torch.contiguous_format))
-            mark_part(tensor, part)
-            continue
-        narrow_to(tensor, part, held)  # of a part, when an optimizer's state is shared out after its first step
+        local = part.inside(held)  # of a part, when an optimizer's state is shared out after its first step
+        assert local is not None
+        become(tensor, part_values(tensor, local).clone(memory_format=torch.contiguous_format))
+        mark_part(tensor, part)
         if tensor.is_leaf and tensor.grad is not None and tensor.grad.shape == held.size:
             narrow_to(tensor.grad, part, held)
     return ShardedInputs(bool(before), not all(before))

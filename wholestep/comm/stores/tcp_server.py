@@ -55,7 +55,7 @@ def proof(secret: str, side: bytes, nonce: bytes) -> bytes:
     return hmac.new(secret.encode(), b"wholestep store 2 " + side + nonce, hashlib.sha256).digest()
 
 
-def _timeout(end: float) -> float:
+def remaining(end: float) -> float:
     """Seconds until ``end`` that a socket takes as a time-out."""
     return max(0.001, min(end - time.monotonic(), 3600.0))
 
@@ -71,15 +71,10 @@ class Connection:
         self.socket, self._slack = connected, slack
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    @classmethod
-    def to(cls, address: tuple[str, int], end: float, slack: float) -> Connection:
-        """Connects, until ``end``."""
-        return cls(socket.create_connection(address, _timeout(end)), slack)
-
     def _call(self, end: float, method: str, *args: Any) -> Any:
         """A method of the socket, until ``end``, which may be further away than a socket's time-out can be."""
         while True:
-            self.socket.settimeout(_timeout(end))
+            self.socket.settimeout(remaining(end))
             try:
                 return getattr(self.socket, method)(*args)
             except TimeoutError:

@@ -20,7 +20,7 @@ import weakref
 from datetime import timedelta
 
 from wholestep.comm.stores.store import DEFAULT_STORE_TIMEOUT, Store
-from wholestep.comm.stores.tcp_server import HELLO, MAX_FRAME, MAX_GREETING, Connection, Server, pack, proof
+from wholestep.comm.stores.tcp_server import HELLO, MAX_FRAME, MAX_GREETING, Connection, Server, pack, proof, remaining
 from wholestep.errors import DistNetworkError
 
 SECRET_VARIABLE = "WHOLESTEP_SECRET"
@@ -131,7 +131,7 @@ class TCPStore(Store):
         end, reached, pause = time.monotonic() + self._timeout.total_seconds(), 0.0, 0.01
         while True:
             try:
-                self._connection = Connection.to((self.host, self.port), end, SLACK)
+                self._connection = Connection(socket.create_connection((self.host, self.port), remaining(end)), SLACK)
             except (OSError, UnicodeError) as failure:
                 if time.monotonic() >= end:
                     raise DistNetworkError(

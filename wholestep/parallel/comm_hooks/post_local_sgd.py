@@ -13,8 +13,7 @@ import torch
 from wholestep import comm
 from wholestep.comm.api.object_collectives import gathered_objects
 from wholestep.comm.engines.shm_segment import host_identity
-from wholestep.parallel.buckets import views_of
-from wholestep.parallel.comm_hooks.mean import Group, allreduce_hook, communication_hook, mean, noop_hook
+from wholestep.parallel.comm_hooks.mean import Group, allreduce_hook, communication_hook, noop_hook
 
 
 class PostLocalSGDState:
@@ -84,11 +83,9 @@ class PeriodicModelAverager:
         self.step += 1
         if late < 0 or late % self.period:
             return
-        every = [p for one in params for p in (one["params"] if isinstance(one, dict) else [one]) if p.grad is not None]
+        groups = (one["params"] if isinstance(one, dict) else [one] for one in params)
+        every = dict.fromkeys(p for group in groups for p in group if p.grad is not None)  # a tied one once
         for dtype in dict.fromkeys(p.dtype for p in every):
-            same = [p for p in every if p.dtype is dtype]
-            flat = torch.empty(sum(p.numel() for p in same), dtype=dtype, device=same[0].device)
-            views = views_of(flat, same)
-            torch._foreach_copy_(views, same)
-            mean(flat, self.process_group)
-            torch._foreach_copy_(same, views)
+            same = [p.detach() for p in every if p.dtype is dtype]
+            torch._foreach_div_(same, self.process_group.size())
+            comm.all_reduce_coalesced(same, group=self.process_group)

@@ -79,16 +79,16 @@ class Call:
     @classmethod
     def of(cls, node: fx.Node, group: AxisGroup) -> Call:
         """The call that a node of the whole step makes."""
-        operands: list[fx.Node] = []
-
-        def take(one: fx.Node) -> fx.Node:
-            if isinstance(info(one).value, torch.Tensor):
-                operands.append(one)
-            return one
-
-        fx.map_arg((node.args, node.kwargs), take)
+        operands = operands_of(node.args, node.kwargs)
         values = tuple(info(one).value for one in operands)
-        return cls(node.target, node.args, node.kwargs, tuple(operands), values, info(node).value, group)
+        return cls(node.target, node.args, node.kwargs, operands, values, info(node).value, group)
+
+
+def operands_of(args: Any, kwargs: Any) -> tuple[fx.Node, ...]:
+    """The nodes among arguments that give tensors, lists flattened."""
+    found: list[fx.Node] = []
+    fx.map_arg((args, kwargs), found.append)
+    return tuple(one for one in found if isinstance(info(one).value, torch.Tensor))
 
 
 def arguments_of(target: Any) -> list[Any]:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from wholestep.comm.ops.functional_collectives import piece
 from wholestep.errors import PlanError
 from wholestep.ir import Gradient, Input, NodeInfo, StepGraph, ancestors, info, is_communication, is_dense, nbytes
 from wholestep.spmd.expand.calls import R
@@ -31,7 +30,7 @@ from wholestep.spmd.expand.graph_edits import (
     sharding_constraint,
 )
 from wholestep.spmd.mesh import AxisGroup
-from wholestep.spmd.placements import Partial, Placement, Shard, splits
+from wholestep.spmd.placements import Partial, Placement, Shard, fills, splits
 from wholestep.spmd.plans.divided_parameters import DividedParameters, divided_by
 from wholestep.spmd.plans.elementwise_updates import ElementwiseUpdates
 from wholestep.spmd.plans.global_view import owner_of, state_placements
@@ -120,8 +119,7 @@ class _Reductions:
 
     def _is_worth_it(self, parameter: fx.Node, min_bytes: int) -> bool:
         value = info(parameter).value
-        start, stop = piece(value.shape[0], self.group.size, self.group.size - 1) if value.dim() else (0, 0)
-        everybody = start < stop and splits(Shard(0), value.shape, self.group)
+        everybody = value.dim() > 0 and all(of(Shard(0), value.shape, self.group) for of in (fills, splits))
         return value.is_contiguous() and nbytes(value) >= min_bytes and everybody
 
     def _to(

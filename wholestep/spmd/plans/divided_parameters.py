@@ -102,7 +102,7 @@ class DividedParameters:
         for node in self.step.graph.nodes:  # in order: what is made of parts alone is one
             if node.op != "call_function" or node in gradients or parts.isdisjoint(node.all_input_nodes):
                 continue
-            record, graded = info(node), _from(node, gradients)
+            record, graded = info(node), not gradients.isdisjoint(node.all_input_nodes)
             read = [one for one in node.all_input_nodes if one in parts]
             within = all(one in modules and f"{record.module}.".startswith(modules[one]) for one in read)
             if record.phase == "backward" or (record.phase == "forward" and record.module and within and not graded):
@@ -119,10 +119,6 @@ def _module_of(item: Input) -> str:
     path = re.sub(r"^\w+\['(\w+)'\]", r"\1", item.source)
     is_path = path.endswith(f".{item.shard[3]}") and "[" not in path  # and not by way of a hook, say
     return path.removesuffix(item.shard[3]) if is_path else ""
-
-
-def _from(node: fx.Node, some: set[fx.Node]) -> bool:
-    return not some.isdisjoint(node.all_input_nodes)
 
 
 def _of_part(node: fx.Node, parts: set[fx.Node]) -> bool:

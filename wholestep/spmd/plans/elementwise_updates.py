@@ -40,13 +40,9 @@ class ElementwiseUpdates:
             if isinstance(value, fx.Node):
                 self._owners[value].add(owner if kept else "")
                 if item is not None and item.kind == "state" and into is None:  # an input of the next call
-                    self._states[owner] += filter(_is_from_nothing, ancestors([value], until=_is_known_apart))
+                    known = ancestors([value], until=lambda n: _is_from_nothing(n) or info(n).phase == "backward")
+                    self._states[owner] += filter(_is_from_nothing, known)
         self._new = {outputs[index]: inputs[into][0] for index, into in step.signature.mutations.items()}
-        self._items: dict[tuple[fx.Node, int], list[fx.Node]] = defaultdict(list)  # results of calls on lists
-        for node in step.graph.nodes:
-            column = _column_of(node)
-            if column is not None:
-                self._items[column].append(node)
 
     def of_states(self, source: str, parameter: fx.Node) -> bool:
         """True when an update reads states of the parameter's shape, elementwise."""
@@ -70,9 +66,9 @@ class ElementwiseUpdates:
             if self._new.get(node) is parameter:
                 updated = True
                 continue
-            for result in self._results(node, gradient.get(node, list(node.users))):
-                count = result is not None and _is_count(result)
-                if result is None or not (count or _is_elementwise(result, like)):
+            for result, call in _results(node, gradient.get(node, list(node.users))):
+                count = result is not None and _is_count(result, call)
+                if result is None or not (count or _is_elementwise(result, call, like)):
                     return False
                 ahead += [] if count or result in seen else [result]
                 seen.add(result)
@@ -81,29 +77,26 @@ class ElementwiseUpdates:
     def _states_of(self, source: str, parameter: fx.Node) -> list[fx.Node]:
         return [node for node in self._states[source] if _is_alike(info(node).value, info(parameter).value)]
 
-    def _results(self, node: fx.Node, users: Sequence[fx.Node]) -> Iterator[fx.Node | None]:
-        """What is made of a value: of operators on lists, their results at its places; None where it is not known."""
-        for user in users:
-            if user.op == "output":
-                continue
-            if is_on_lists(user.target):
-                lists = [one for one in (*user.args, *user.kwargs.values()) if isinstance(one, (list, tuple))]
-                places = {index for one in lists for index, item in enumerate(one) if item is node}
-                results = [result for index in places for result in self._items[user, index]]
-                yield from results or (None,)
-            else:
-                yield user
+
+def _results(node: fx.Node, users: Sequence[fx.Node]) -> Iterator[tuple[fx.Node | None, fx.Node]]:
+    """What is made of a value, with the call: of operators on lists, the results at its places; None: not known."""
+    for user in users:
+        if is_on_lists(user.target):
+            lists = [one for one in (*user.args, *user.kwargs.values()) if isinstance(one, (list, tuple))]
+            places = {index for one in lists for index, item in enumerate(one) if item is node}
+            found = [result for result in _picked(user) if result.args[1] in places]
+            yield from ((one, user) for one in found or (None,))
+        elif user.op != "output":
+            yield user, user
 
 
-def _column_of(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """For a result of an operator on lists: the call, and the result's place in the lists."""
-    if node.target is not GETITEM or not isinstance(info(node).value, torch.Tensor):
-        return None
-    owner = node.args[0]
-    while isinstance(owner, fx.Node) and owner.target is GETITEM:
-        owner = owner.args[0]
-    assert isinstance(owner, fx.Node) and isinstance(node.args[1], int)
-    return (owner, node.args[1]) if is_on_lists(owner.target) else None
+def _picked(call: fx.Node) -> Iterator[fx.Node]:
+    """The tensors in the lists that a call gives."""
+    for user in call.users:
+        if user.target is GETITEM and isinstance(info(user).value, torch.Tensor):
+            yield user
+        elif user.target is GETITEM:
+            yield from _picked(user)
 
 
 def _is_alike(value: object, like: torch.Tensor) -> bool:
@@ -116,21 +109,17 @@ def _is_from_nothing(node: fx.Node) -> bool:
     return made and not is_effectful(node)
 
 
-def _is_known_apart(node: fx.Node) -> bool:
-    return _is_from_nothing(node) or info(node).phase == "backward"
+def _is_count(node: fx.Node, call: fx.Node) -> bool:
+    """Whether a result is the count of steps that a fused optimizer gives back as it was."""
+    fused = isinstance(call.target, OpOverload) and base_name(call.target).startswith("_fused_")
+    return fused and info(node).value.dim() == 0
 
 
-def _is_count(node: fx.Node) -> bool:
-    """Whether a node is the count of steps that a fused optimizer gives back as it was."""
-    column = _column_of(node)
-    return column is not None and base_name(column[0].target).startswith("_fused_") and info(node).value.dim() == 0  # type: ignore[arg-type]
-
-
-def _is_elementwise(node: fx.Node, like: torch.Tensor) -> bool:
+def _is_elementwise(node: fx.Node, call: fx.Node, like: torch.Tensor) -> bool:
     """Random numbers of a part are not the part of random numbers; gradients' sums are reduced before that."""
-    if is_view(node) and _column_of(node) is None:
+    if is_view(node):
         return True
     if not _is_alike(info(node).value, like) or is_effectful(node):
         return False
     pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
-    return info(node).phase != "backward" and (pointwise or _column_of(node) is not None)
+    return info(node).phase != "backward" and (pointwise or is_on_lists(call.target))

@@ -125,11 +125,9 @@ class PreflightCheck:
         self._raised = None
         found = self._compare(contract, None, along)
         if found is not None:
-            raise self._known_to_all((BreakError if found.kind == BREAK else PlanError)(found.text))
-
-    def _known_to_all(self, error: WholestepError) -> WholestepError:
-        self._raised = weakref.ref(error)
-        return error
+            error: WholestepError = (BreakError if found.kind == BREAK else PlanError)(found.text)
+            self._raised = weakref.ref(error)
+            raise error
 
     def all_know(self, error: Exception) -> bool:
         """Whether it is the error that all ranks were given when they last compared their contracts."""

@@ -21,7 +21,7 @@ from wholestep.spmd.expand.strategy import (
     Names,
     Rule,
     Strategy,
-    alphabet,
+    beside,
     linear,
     linear_strategies,
     trailing,
@@ -148,12 +148,7 @@ def _backward_of_some(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[
 
 def planes(count: int) -> Rule:
     """Works on the last dimensions of each operand; those before can be split."""
-
-    def rule(call: Call) -> Iterator[Strategy]:
-        names: Names = [*alphabet(call.values[0].dim() - count), *[None] * count]
-        yield from Dims([names] * len(call.values), [names] * len(call.results)).strategies(call)
-
-    return rule
+    return lambda call: beside(call, *range(-count, 0))
 
 
 def _first(call: Call) -> Iterator[Strategy]:

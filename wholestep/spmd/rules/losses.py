@@ -39,14 +39,14 @@ def _nll(call: Call) -> Iterator[Strategy]:
     yield Strategy(call.placed(self=_classes(call), weight=Shard(0)), (Partial(), weight), Decomposed())
 
 
-def _own_classes(build: Build, call: Call, ins: Sequence[fx.Node]) -> dict[str, object]:
-    """The target among this rank's classes; all others are ignored."""
+def _nll_backward_of_classes(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
+    """Of the target among this rank's classes; all others are ignored."""
     given, ignored = call.by_name(ins), int(call.argument("ignore_index"))
     whole = call.by_name(call.values)["self"]
     local, others = own(build, given["target"], whole.shape[_classes(call).dim])
     others = build.call(aten.logical_or.default, others, build.call(aten.eq.Scalar, given["target"], ignored))
     local = build.call(aten.masked_fill.Scalar, local, others, -100)
-    return {"target": local, "ignore_index": -100}
+    return [build.same(call, ins, target=local, ignore_index=-100)]
 
 
 def _nll_backward(call: Call) -> Iterator[Strategy]:
@@ -58,10 +58,6 @@ def _nll_backward(call: Call) -> Iterator[Strategy]:
             yield Strategy(call.placed(grad_output=grad, self=x, target=target, total_weight=weight), (x,))
         ins = call.placed(self=_classes(call), weight=Shard(0), total_weight=weight)
         yield Strategy(ins, (_classes(call),), _nll_backward_of_classes)
-
-
-def _nll_backward_of_classes(build: Build, call: Call, ins: Sequence[fx.Node]) -> list[fx.Node]:
-    return [build.same(call, ins, **_own_classes(build, call, ins))]
 
 
 # Of elements ------------------------------------------------------------------------------------------------------

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import fx
 
 from wholestep.ir import info
-from wholestep.spmd.expand.calls import Call, R, exchanged
+from wholestep.spmd.expand.calls import Call, R, exchanged, operands_of
 from wholestep.spmd.expand.strategy import (
     Build,
     Dims,
@@ -191,26 +192,17 @@ def is_on_lists(target: object) -> bool:
 
 
 def columns_of(call: Call) -> Iterator[Call]:
-    """What an operator on lists does at each place of the lists, as calls on single tensors."""
-    count = next(len(argument) for argument in call.args if isinstance(argument, (list, tuple)))
-    for index in range(count):
-        args = tuple(_at(argument, index) for argument in call.args)
-        kwargs = {name: _at(argument, index) for name, argument in call.kwargs.items()}
-        operands = tuple(a for a in (*args, *kwargs.values()) if isinstance(a, fx.Node) and _is_tensor(a))
-        values, result = tuple(info(node).value for node in operands), call.result
-        several = bool(result) and isinstance(result[0], (list, tuple))
-        result = tuple(one[index] for one in result if one) if several else result[index]
+    """What an operator on lists does at each place of the lists, as calls on lists of one."""
+    for index in range(next(len(argument) for argument in call.args if isinstance(argument, (list, tuple)))):
+
+        def at(argument: Any, index: int = index) -> Any:
+            return argument[index : index + 1] if isinstance(argument, (list, tuple)) else argument
+
+        args, kwargs = tuple(map(at, call.args)), {name: at(one) for name, one in call.kwargs.items()}
+        operands, result = operands_of(args, kwargs), call.result
+        values = tuple(info(node).value for node in operands)
+        result = [at(one) for one in result] if result and isinstance(result[0], (list, tuple)) else at(result)
         yield replace(call, args=args, kwargs=kwargs, operands=operands, values=values, result=result)
-
-
-def _at(argument: Any, index: int) -> Any:
-    if not isinstance(argument, (list, tuple)):
-        return argument
-    return argument[index] if index < len(argument) else None  # an empty list: an option that is not used
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(info(node).value, torch.Tensor)
 
 
 def of_columns(
@@ -229,13 +221,11 @@ def of_columns(
         return []
     each = [exchanged(c.args, c.kwargs, nodes, build.number_of) for c, nodes in zip(columns, local, strict=True)]
 
-    def joined(old: Any, found: Sequence[Any]) -> Any:
-        if not isinstance(old, (list, tuple)):
-            return found[0]
-        return list(found) if old else []
+    def joined(*found: Any) -> Any:
+        return [*chain.from_iterable(found)] if isinstance(found[0], (list, tuple)) else found[0]
 
-    args = tuple(joined(old, found) for old, *found in zip(whole.args, *(args for args, _ in each), strict=True))
-    kwargs = {name: joined(old, [given[name] for _, given in each]) for name, old in whole.kwargs.items()}
+    args = tuple(map(joined, *(args for args, _ in each)))
+    kwargs = {name: joined(*(given[name] for _, given in each)) for name in whole.kwargs}
     made = build.as_recorded(whole.target, args, kwargs)
     value = info(made).value
     if value and isinstance(value[0], (list, tuple)):

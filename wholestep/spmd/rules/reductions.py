@@ -83,10 +83,6 @@ def _by_distances(call: Call, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any
     return (spread, mean if keep else mean.squeeze(dims)) if name.endswith("_mean") else spread
 
 
-def _can_be_spread(call: Call) -> bool:
-    return call.values[0].is_floating_point() and can_decompose(call)
-
-
 def _masked_sum(call: Call) -> Iterator[Strategy]:
     """A sum of the elements that a mask, which may have fewer or shorter dimensions, chooses."""
     x, mask = call.values[:2]
@@ -128,7 +124,10 @@ RULES: dict[str, Rule] = {
     "aten.prod": reduction("product"),
     **dict.fromkeys(["aten.any", "aten.all", "aten.logsumexp"], reduction(emit=Decomposed(), when=can_decompose)),
     **dict.fromkeys(["aten.argmax", "aten.argmin"], reduction()),
-    **dict.fromkeys(_SPREADS, reduction(emit=Decomposed(_by_distances), when=_can_be_spread)),
+    **dict.fromkeys(
+        _SPREADS,
+        reduction(emit=Decomposed(_by_distances), when=lambda c: c.values[0].is_floating_point() and can_decompose(c)),
+    ),
     **dict.fromkeys(["aten.linalg_vector_norm", "aten._foreach_norm"], _norm),
 }
 

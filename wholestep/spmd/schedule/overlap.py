@@ -87,16 +87,10 @@ def start_early(step: StepGraph, *, in_flight: int = 64 * MIB) -> StepGraph:
             landed = flying.popleft()
             waited, in_air = landed.wait, in_air - landed.gives
         sources = [node for member in chain for node in member.all_input_nodes if node not in chain]
-        after = max(node for node in (*sources, previous, waited) if node is not None)
+        after = max(node for node in (*sources, previous, waited, *step.placeholders[-1:]) if node is not None)
         if after < chain[0]:
-            anchor = after.next
-            while anchor.op in ("placeholder", "get_attr"):
-                anchor = anchor.next
-            for node in chain:
-                if node is anchor:
-                    anchor = anchor.next
-                else:
-                    anchor.prepend(node)
+            for node in reversed(chain):
+                after.append(node)
         flying.append(one)
         in_air += size
         previous = one.start
