@@ -17,6 +17,7 @@ from wholestep.spmd import rules
 from wholestep.spmd.expand.strategy import Strategy
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Partial, Replicate, Shard
+from wholestep.spmd.rules.pointwise import is_on_lists
 from wholestep.testing import run_ranks
 
 aten = torch.ops.aten
@@ -60,6 +61,11 @@ def test_every_rule_has_a_sample() -> None:
 def test_every_sample_can_be_split() -> None:
     for sample in samples():
         assert any(list(rules.strategies(call)) for call in call_of(sample, AxisGroup("", 2, 0))[1]), str(sample)
+
+
+def test_what_has_no_lists_is_no_operator_on_lists() -> None:
+    assert all(map(is_on_lists, [aten._foreach_add.List, aten._foreach_pow.ScalarAndTensor, aten._fused_adamw.default]))
+    assert not any(map(is_on_lists, [aten._fused_rms_norm.default, aten._fused_dropout.default, aten.cat.default]))
 
 
 def test_the_document_has_the_table() -> None:

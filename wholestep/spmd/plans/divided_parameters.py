@@ -24,6 +24,7 @@ from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Shard
 from wholestep.spmd.plans.global_view import StatePlacements, owner_of, state_placements
 from wholestep.spmd.plans.sharding_constraints import constrain_parameters
+from wholestep.spmd.rules.pointwise import is_on_lists
 from wholestep.torch_compat import OpOverload
 
 NORMS = "linalg_vector_norm", "_foreach_norm", "norm"
@@ -129,7 +130,7 @@ def _of_part(node: fx.Node, parts: set[fx.Node]) -> bool:
         return False
     name, others = base_name(node.target), [info(one).value for one in node.all_input_nodes if one not in parts]
     pointwise = torch.Tag.pointwise in node.target.tags or node.target in COPIES
-    pointwise |= name.startswith(("_foreach_", "_fused_")) and name not in NORMS
+    pointwise |= is_on_lists(node.target) and name not in NORMS
     return is_view(node) or (pointwise and all(not tensor.dim() for value in others for tensor in tensors_of(value)))
 
 

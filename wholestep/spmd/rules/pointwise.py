@@ -188,7 +188,9 @@ _PREFIXES = ("_foreach_", "_fused_")
 
 def is_on_lists(target: object) -> bool:
     """True for an operator whose results at i depend on the operands at i alone."""
-    return isinstance(target, OpOverload) and target._schema.name.split("::")[-1].startswith(_PREFIXES)
+    if not isinstance(target, OpOverload) or not target._schema.name.split("::")[-1].startswith(_PREFIXES):
+        return False
+    return any(str(one.type) == "List[Tensor]" for one in target._schema.arguments)  # as `_fused_rms_norm` has none
 
 
 def columns_of(call: Call) -> Iterator[Call]:
