@@ -33,7 +33,7 @@ def fold(parts: list[torch.Tensor], kind: RedOpType, out: torch.Tensor | None = 
     Args:
         out: memory for the result of two parts, which may be that of one of them.
     """
-    memory = out.numpy() if out is not None and len(parts) == 2 else None
+    memory = out.detach().numpy() if out is not None and len(parts) == 2 else None
     arrays = [part.detach().cpu().numpy() for part in parts]
     total = functools.reduce(functools.partial(_FOLD[kind], out=memory), arrays)
     return torch.from_numpy(numpy.asarray(total)).to(parts[0].device)
