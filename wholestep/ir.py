@@ -45,6 +45,10 @@ from wholestep.torch_compat import OpOverload
 
 Phase = Literal["forward", "backward", "optimizer"]
 InputKind = Literal["parameter", "buffer", "grad", "state", "batch", "tensor", "number", "generator"]
+# What ranks have alike, of which rank 0's is given to all; in the global view also what no module has registered, where
+# they do not hold parts of it.
+LASTING_KINDS = ("parameter", "buffer", "state")
+WHOLE_KINDS = (*LASTING_KINDS, "tensor")
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache, partial, wraps
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, TypeVar
@@ -566,6 +566,31 @@ def python_flags() -> tuple[Any, ...]:
     own, shared, cached = _einsum, _einsum_module, _parametrize["_cache_enabled"] > 0
     early = _checkpoint["_enable_checkpoint_early_stop"]
     return own.get("enabled"), own.get("strategy"), shared.get("enabled"), shared.get("strategy"), cached, early
+
+
+_kernels = {"replaced": 0}
+
+
+def replaced_kernels() -> int:
+    """How often Python has registered a kernel of an operator in the place of another one."""
+    return _kernels["replaced"]
+
+
+def _counting(impl: Callable[..., None]) -> Callable[..., None]:
+    @wraps(impl)
+    def counting(library: torch.library.Library, op_name: Any, fn: Any, dispatch_key: str = "", **how: Any) -> None:
+        name = op_name if isinstance(op_name, str) else op_name.name()
+        name = name if "::" in name else f"{library.ns}::{name}"
+        key = dispatch_key or library.dispatch_key or "CompositeImplicitAutograd"
+        was_there = torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+        impl(library, op_name, fn, dispatch_key, **how)
+        _kernels["replaced"] += was_there
+
+    return counting
+
+
+# Torch keeps no such number, and nothing else that is quick to compare.
+torch.library.Library.impl = _counting(torch.library.Library.impl)  # type: ignore[method-assign]
 
 
 _SHARED = (vars(sys.modules[kind.__module__]) for kind in (torch.nn.Module, torch.optim.Optimizer))

@@ -132,6 +132,19 @@ def test_a_warning_that_has_become_an_error() -> None:
         assert compiled.captures == captures
 
 
+def test_a_kernel_in_the_place_of_another_one() -> None:
+    library = torch.library.Library("wholestep_tests_kernels", "FRAGMENT")
+    library.define("scaled(Tensor x) -> Tensor")
+    scaled = torch.ops.wholestep_tests_kernels.scaled
+    compiled = ws.compile(lambda x: scaled(x) + 1, fullgraph=True)
+    for factor in (2.0, 2.0, 3.0):
+        if not compiled.captures or factor == 3.0:
+            library.impl("scaled", lambda x, factor=factor: x * factor, allow_override=True)
+        assert compiled(torch.ones(2)).tolist() == [factor + 1] * 2
+    (reason,) = compiled.recompiles
+    assert "kernels replaced in Python: expected" in reason
+
+
 @pytest.mark.parametrize("name", READ)
 def test_what_is_read_of_settings_is_a_guard(name: str) -> None:
     read, change, back = READ[name]

@@ -132,6 +132,7 @@ from wholestep.torch_compat import (
     refresh_flat_weights,
     refuse_addresses,
     refusing_backward,
+    replaced_kernels,
     saved_as_it_is,
     saved_numbers,
     sequence_number,
@@ -665,6 +666,15 @@ def test_flags_that_torch_keeps_in_python_are_seen_however_they_are_set():
     with torch.utils.checkpoint.set_checkpoint_early_stop(False):
         assert python_flags() != before
     assert python_flags() == before
+
+
+def test_kernels_that_python_registers_are_counted_where_a_trace_sees_into_them() -> None:
+    library, before = torch.library.Library("wholestep_tests_counted", "FRAGMENT"), replaced_kernels()
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CPU")
+    assert replaced_kernels() == before
+    library.impl("twice", lambda x: x * 2)
+    assert replaced_kernels() == before + 1
 
 
 def test_kernels_of_attention_are_seen_to_be_chosen() -> None:

@@ -67,6 +67,18 @@ def test_other_numbers_and_other_copies_of_one_batch_are_named(both):
         assert "BUT" not in found["rates"] + found["rates of DDP"] + found["rates read"]
 
 
+def test_what_one_rank_alone_replaces_is_named(both):
+    for found in (rank["replaced"] for rank in both):
+        alone = found.pop("free at first")
+        assert "values of L['model'].free with checksum" in alone
+        for way, (other, equal, on_both) in found.items():
+            name = way.split()[1]
+            assert f"rank 1 has values of L['model'].{name} with checksum" in other, way
+            assert "the same new buffers" in other
+            assert (equal, on_both) == ("", ""), way
+    assert both[0]["replaced"].keys() == {"replayed scale", "replayed free", "read scale", "read free"}
+
+
 def test_what_needs_a_whole_tensor_is_refused_and_changes_nothing(both):
     for found in (rank["refusals"] for rank in both):
         assert "decides on the values of L['x']" in found["decides"] and "batch=ws.Replicate()" in found["decides"]

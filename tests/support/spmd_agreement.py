@@ -179,6 +179,44 @@ def other_values() -> dict[str, str]:
     return found
 
 
+class Scaled(nn.Module):
+    """A layer with a buffer, and a tensor that is not registered."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.free = nn.Linear(6, 4), torch.ones(4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale * self.free
+
+
+def replaced() -> dict[str, Any]:
+    """Rank 1 alone replaces a buffer, or a tensor that is none, by other values and by the same; then both ranks do."""
+
+    def replayed(model, x):
+        return model(x).sum()
+
+    def read(model, x):
+        print(end="")
+        return model(x).sum()
+
+    found: dict[str, Any] = {}
+    for step, name in [(step, name) for step in (replayed, read) for name in ("scale", "free")]:
+        model, x = Scaled(), torch.ones(2, 6)
+        compiled = ws.compile(step, mesh=mesh(), plan=Cut(), fullgraph=step is replayed)
+        compiled(model, x)
+        said = []
+        for value in (1.0 + comm.get_rank(), 1.0, 2.0):
+            if comm.get_rank() or value == 2.0:
+                setattr(model, name, torch.full((4,), value))
+            said.append(error(lambda model=model, x=x, compiled=compiled: compiled(model, x)))
+        found[f"{step.__name__} {name}"] = said
+    model.free = torch.ones(4) + comm.get_rank()
+    found["free at first"] = error(lambda: ws.compile(replayed, mesh=mesh(), plan=Cut(), fullgraph=True)(model, x))
+    return found
+
+
 def printing(model, opt, x, y):
     print(end="")
     return plain(model, opt, x, y)
@@ -252,8 +290,8 @@ def layouts() -> dict[str, Any]:
 
 def everything() -> dict[str, Any]:
     """All of this file, in one world."""
-    programs = (other_batches, alone, other_models, other_plans, randomness, other_randomness, other_values, refusals,
-                layouts)  # fmt: skip
+    programs = (other_batches, alone, other_models, other_plans, randomness, other_randomness, other_values, replaced,
+                refusals, layouts)  # fmt: skip
     return {program.__name__: program() for program in programs}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from enum import EnumMeta
 from functools import cache
@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from wholestep.capture.guards.compared_values import is_data
+from wholestep.capture.guards.compared_values import is_data, is_plain
+from wholestep.capture.snapshot.reachable import Reachable
 from wholestep.capture.snapshot.user_code import is_library, is_system, is_user_module
 from wholestep.errors import UnsupportedError
 from wholestep.torch_compat import is_packed
@@ -38,10 +39,11 @@ Chain = tuple[str, bool, list[tuple[str, Any]]]
 
 
 @contextmanager
-def refusing_reads(nodes: Iterable[Any], has_hooks: bool) -> Iterator[None]:
+def refusing_reads(world: Reachable, nodes: Iterable[Any], has_hooks: bool) -> Iterator[None]:
     """The engine runs a backward that is traced.
 
     Args:
+        world: what the step can see, which others may change.
         nodes: those of its graph.
         has_hooks: whether the forward has registered some.
 
@@ -50,19 +52,24 @@ def refusing_reads(nodes: Iterable[Any], has_hooks: bool) -> Iterator[None]:
     """
     seen: dict[int, CodeType] = {}  # by their ids: to hash one takes longer than what it does
     found: list[tuple[str, CodeType]] = []
+    callers: list[CodeType] = []
+    noted = world.outside.settings.noted
 
     def look(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event == "call" and id(code) not in seen:
             seen[id(code)] = code
             if not is_system(code.co_filename) and _is_own(frame):
-                found.extend((path, code) for path in _reads(frame))
+                found.extend((path, code) for path in _reads(frame, world.first))
+                callers.append(code)
 
     if not has_hooks and not any(isinstance(node, BackwardCFunction) or is_packed(node) for node in nodes):
         yield
         return
+    before = len(noted)
     with _profiled(look):
         yield
+    found += [(name, callers[-1]) for name in noted[before:] if name.startswith("os.environ") and callers]
     for path, code in found:
         raise UnsupportedError(
             f"{code.co_name} runs in the backward of a compiled function and reads {path}, which may change until then",
@@ -112,14 +119,19 @@ def _package(frame: FrameType) -> str:
     return _module(frame).partition(".")[0]
 
 
-def _reads(frame: FrameType) -> Iterator[str]:
-    """What of that can change a function is about to read, of variables of outside and of its arguments."""
+def _reads(frame: FrameType, known: Container[int]) -> Iterator[str]:
+    """What of that can change a function is about to read, of variables of outside and of its arguments.
+
+    Args:
+        known: ids of what the step could see when it began.
+    """
     for name, is_outside, steps in _chains(frame.f_code):
         holder, value = None, frame.f_locals.get(name, frame.f_globals.get(name, _MISSING))
-        is_kept = False  # in a context, or by what it alone holds: by an item there, `value` and the call
+        is_kept = False  # in a context, or by what the step itself has put there
         for kind, key in steps:
-            is_kept = isinstance(value, BackwardCFunction) or (is_kept and sys.getrefcount(value) <= 3)
+            is_kept = is_kept or isinstance(value, BackwardCFunction)
             holder, value = value, _part(value, kind, key)
+            is_kept = is_kept and (id(value) not in known or type(value) is tuple or is_plain(value))
         if is_kept or isinstance(value, type):
             continue
         changes = isinstance(value, _CONTAINERS) or (is_data(value) and not isinstance(holder, EnumMeta))
@@ -153,6 +165,8 @@ def _chains(code: CodeType) -> list[Chain]:
 
 def _part(holder: Any, kind: str, key: Any) -> Any:
     """An attribute or an item, where reading it runs no code of anybody's; of a tensor, nothing."""
+    if kind == "item" and type(holder) in (list, tuple):
+        return holder[key] if type(key) is int and -len(holder) <= key < len(holder) else _MISSING
     if kind == "item":
         return holder[key] if type(holder) is dict and key in holder else _MISSING
     if holder is _MISSING or isinstance(holder, torch.Tensor):

@@ -98,7 +98,7 @@ def differentiate(
         refused = [(o, _alone(o)) for o in outputs if not reach(o.tensor.grad_fn, nodes)]
         outputs = [o for o in outputs if all(o is not other for other, _ in refused)]
         if outputs:
-            with refusing_reads(behind(o.tensor for o in outputs), has_hooks):
+            with refusing_reads(recorder.inputs.world.reachable, behind(o.tensor for o in outputs), has_hooks):
                 outputs, tangents, gradients = _gradients(recorder, outputs, roots, refused)
     alive = [*outputs, *(o for o, why in refused if not why.startswith(SECOND_TIME))]
     refuse_beside(hooked, alive, nodes)

@@ -13,7 +13,7 @@ from wholestep.capture import InitialState
 from wholestep.co_run.places import place_of
 from wholestep.co_run.segment import CapturedSegment, Segment
 from wholestep.co_run.shards import Shards
-from wholestep.ir import Input, InputKind, StepGraph, dead_code
+from wholestep.ir import LASTING_KINDS, Input, InputKind, StepGraph, dead_code
 from wholestep.lower import lower
 from wholestep.pipeline import Options, of_one_rank
 from wholestep.runtime import Program
@@ -21,9 +21,6 @@ from wholestep.tensor_parts import Part
 from wholestep.trace import Recorder, gradient_memory, note_gradient
 
 _replaying = threading.local()
-
-# What ranks must have alike, of which rank 0's is given to all.
-_LASTING = ("parameter", "buffer", "state")
 
 
 class Named(NamedTuple):
@@ -171,13 +168,14 @@ class RankProgram(CapturedSegment):
         return Input(name, f"value {index} of the step", "tensor", held.placements if held is not None else None)
 
     def _agree(self, inputs: Sequence[Input], values: Sequence[Any], places: Sequence[Any], names: Names) -> None:
-        lasting = [(Input("", n.source, n.kind), n.tensor) for n in names.values() if n.kind in _LASTING]
+        lasting = [(Input("", n.source, n.kind), n.tensor) for n in names.values() if n.kind in LASTING_KINDS]
         pairs: list[tuple[Input, Any]] = sorted(lasting, key=lambda pair: pair[0].source)  # whatever the segment reads
         for item, index, value in zip(inputs, self.indices, values, strict=True):
             named = names.get(places[index]) if index >= 0 else None
-            if item.kind not in _LASTING:
-                value = value if named is None else named.tensor
-                pairs.append((item, self._shards.own(value) if isinstance(value, torch.Tensor) else value))
+            if named is not None and item.kind not in LASTING_KINDS:
+                pairs.append((Input("", named.source, named.kind), self._shards.own(named.tensor)))
+            elif index < 0:
+                pairs.append((item, value))
         parts = {id(t): held.part for _, t in pairs if isinstance(t, torch.Tensor) and (held := self._shards.of(t))}
         both = [item for item, _ in pairs], [tensor for _, tensor in pairs]
         unpack = self.program.packed.unpack

@@ -18,7 +18,7 @@ from wholestep.co_run.shards import Shards
 from wholestep.errors import DistError, PlanError
 from wholestep.fake_evaluate import run
 from wholestep.fake_layouts import strict_fake_mode
-from wholestep.ir import NodeInfo
+from wholestep.ir import WHOLE_KINDS, Input, NodeInfo
 from wholestep.nested import map_leaves
 from wholestep.patches import Replacement, original
 from wholestep.pipeline import Options
@@ -76,7 +76,9 @@ class Ranks:
             world = Snapshot(*self._call)
             self._modules = world.module_names()
             self._shards.put(world.tensors.values(), self._executor.parts)
+            self._lasting = self._whole(world) if self._executor.view else []
         else:
+            self._lasting = []
             self._shards.put((), None)
         self._provenance = Provenance(self._modules, WITH_PLAN)
         if self._executor.broadcasting:
@@ -219,6 +221,13 @@ class Ranks:
 
         return backward
 
+    def _whole(self, world: Snapshot) -> list[tuple[Input, torch.Tensor]]:
+        """What this rank has whole when a call begins, besides the batch."""
+        found = sorted(world.tensors.values(), key=lambda one: str(one.source))
+        return [(Input("", str(one.source), one.kind), one.tensor) for one in found
+                if one.kind in WHOLE_KINDS and one.tensor.layout is torch.strided
+                and self._shards.of(one.tensor) is None]  # fmt: skip
+
     def _source(self, tensor: torch.Tensor) -> str:
         found = Snapshot(*self._call).find(tensor)
         return f"a tensor of shape {list(tensor.shape)}" if found is None else str(found.source)
@@ -241,7 +250,8 @@ class Ranks:
         """Before a segment's program: all ranks are to run it; None: it has to be compiled, which they agree on."""
         self._executor.preflight.begin_call(f"{self._name}, in the segment that ends at {user_line()}")
         if program is not None:
-            self._executor.preflight.check_call(program.contract, numbers)
+            self._executor.preflight.check_call(program.contract, numbers, self._lasting)
+        self._lasting = []
 
     def run(self, program: RankProgram, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> None:
         """Runs a segment's program; when it fails, the other ranks hear of it."""

@@ -31,6 +31,7 @@ from wholestep.torch_compat import (
     default_device,
     global_hooks,
     python_flags,
+    replaced_kernels,
     setting_addresses,
 )
 
@@ -66,7 +67,7 @@ def settings() -> tuple[Any, ...]:
 
 def _modes() -> tuple[Any, ...]:
     """Those that Python has, and one of the processor's."""
-    return default_device(), python_flags(), (*global_hooks(),), _SMALLEST * 1.0 == 0
+    return default_device(), python_flags(), (*global_hooks(),), _SMALLEST * 1.0 == 0, replaced_kernels()
 
 
 def global_state() -> tuple[Any, ...]:

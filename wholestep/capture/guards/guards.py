@@ -97,7 +97,7 @@ STATE_NAMES = (
     "grad mode", "inference mode", "autocast on cpu", "autocast on cuda", "autocast dtype on cpu",
     "autocast dtype on cuda", "autocast cache", "default dtype", "deterministic algorithms", "kernels of attention",
     "default device", "flags that torch keeps in Python", "hooks of all modules and optimizers",
-    "denormal numbers being flushed",
+    "denormal numbers being flushed", "kernels replaced in Python",
 )
 
 

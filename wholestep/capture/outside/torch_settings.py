@@ -51,10 +51,15 @@ class Settings:
 
     Args:
         refused: takes the errors that the step was met with, whether it let them pass or not.
+
+    Attributes:
+        read: what they are, by name.
+        noted: the names in the order of all reads.
     """
 
     def __init__(self, refused: list[CaptureError]) -> None:
         self.read: dict[str, Any] = {}
+        self.noted: list[str] = []
         self.refused = refused
         self._hooked = READERS[_SAVED]()
 
@@ -74,6 +79,7 @@ class Settings:
     def note(self, name: str, read: Callable[[], Any]) -> None:
         """Makes a guard of what the step reads, as it is when it does so first."""
         READERS.setdefault(name, read)
+        self.noted.append(name)
         if name not in self.read:
             with suspended():
                 self.read[name] = read()

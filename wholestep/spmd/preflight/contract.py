@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from wholestep.cached_property import cached_property
-from wholestep.ir import Input, Phase, StepGraph, info, is_communication, is_effectful
+from wholestep.ir import LASTING_KINDS, Input, Phase, StepGraph, info, is_communication, is_effectful
 from wholestep.tensor_parts import part_of
 from wholestep.torch_compat import FakeTensor, OpOverload
 
@@ -48,12 +48,16 @@ class Contract:
         calls: in the global view, those of the whole step, as compressed text: ranks that differ compare them.
         random: whether the program draws random numbers.
         numbers: places among a call's values of numbers that all ranks must have equal.
+        lasting: places there of tensors that the ranks of the global view have equal, unless they are parts.
+        watched: of these, those that are whole.
     """
 
     words: tuple[str | Call, ...]
     calls: bytes = field(default=b"", compare=False)
     random: bool = False
     numbers: tuple[tuple[int, Input], ...] = field(default=(), compare=False)
+    lasting: tuple[tuple[int, Input], ...] = field(default=(), compare=False)
+    watched: tuple[tuple[int, Input], ...] = field(default=(), compare=False)
 
     def with_random_state(self) -> Contract:
         """With the state of the random generator, for a program that draws from it."""
@@ -63,11 +67,11 @@ class Contract:
         """The words for the ranks along one axis; None: for all ranks of the mesh."""
         return [word if isinstance(word, str) else word.for_axis(axis) for word in self.words]
 
-    def checksum(self, values: Sequence[Any]) -> int:
-        """Of a call's numbers."""
+    def checksum(self, values: Sequence[Any], others: Sequence[str]) -> int:
+        """Of a call's numbers, and of other words."""
         numbers = [values[index] for index, _ in self.numbers]
         numbers = [number.tolist() if isinstance(number, torch.Tensor) else number for number in numbers]
-        return zlib.crc32(repr(numbers).encode()) if numbers else 0
+        return zlib.crc32(repr((numbers, others)).encode()) if numbers or others else 0
 
     @cached_property
     def is_local(self) -> bool:
@@ -98,7 +102,7 @@ def contract_of(
     pairs = [(i, t) for i, t in zip(inputs, tensors, strict=True) if isinstance(t, torch.Tensor)]
     words: list[str | Call] = [f"plans {plans}"]
     words += [_describe(i, t) for i, t in pairs if in_global_view and i.kind == "batch"]
-    words += [_describe(item, t) for item, t in pairs if item.kind in (*SHARED_KINDS, "state")]
+    words += [_describe(item, t) for item, t in pairs if item.kind in LASTING_KINDS]
     words += communication(step, axes)
     if not in_global_view:
         calls = [node for node in whole.graph.nodes if node.op == "call_function"]
@@ -123,6 +127,8 @@ def _update(node: fx.Node) -> str:
 def values_of(item: Input, value: Any) -> str:
     """What an input holds, in a word that is the same wherever it holds the same."""
     kind = "setting" if is_setting(item) else "values of"
+    if isinstance(value, torch.Tensor) and part_of(value) is not None:
+        return f"{kind} {item.source} in parts"
     if isinstance(value, torch.Tensor):
         return f"{kind} {item.source} with checksum {checksum(value):08x}"
     return f"{kind} {item.source}: {value!r}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -14,7 +13,7 @@ from wholestep import comm
 from wholestep.capture import InitialState
 from wholestep.deferred_init import origin, record_of
 from wholestep.errors import PlanError
-from wholestep.ir import Input, Pass, StepGraph
+from wholestep.ir import LASTING_KINDS, WHOLE_KINDS, Input, Pass, StepGraph, info
 from wholestep.marks import BUCKET_BYTES
 from wholestep.spmd.mesh import AxisGroup, DeviceMesh
 from wholestep.spmd.placements import Replicate
@@ -22,7 +21,7 @@ from wholestep.spmd.plans.buffer_broadcast import BufferBroadcast
 from wholestep.spmd.plans.data_parallel import data_parallel, refuse_sparse, sparse_gradient
 from wholestep.spmd.plans.global_view import GlobalPlan, GlobalView, Plan
 from wholestep.spmd.plans.plan import DataParallel
-from wholestep.spmd.preflight.contract import SHARED_KINDS, Contract, contract_of, is_setting, values_of
+from wholestep.spmd.preflight.contract import Contract, contract_of, is_setting, values_of
 from wholestep.spmd.preflight.preflight_check import PreflightCheck
 from wholestep.spmd.schedule.coalesce import bucket_gradients, coalesce, pack_broadcasts
 from wholestep.spmd.schedule.overlap import start_early, wait_for_decisions, wait_late
@@ -85,8 +84,7 @@ class PlanExecutor:
                              if group in several and getattr(one, "broadcast_buffers", False)]  # fmt: skip
         self.axes = mesh.axes if mesh is not None else {}
         axes = {group.group_name: one.axis for one, group in zip(plans, self._groups, strict=True)}
-        self.preflight = PreflightCheck(several, axes, self.view is not None)
-        self._synchronized: dict[int, weakref.ref[torch.Tensor]] = {}
+        self.preflight = PreflightCheck(several, axes, [group.name for group in self.view.groups] if self.view else ())
 
     def __reduce__(self) -> Any:
         return PlanExecutor, (self._mesh, self._plans)
@@ -176,9 +174,16 @@ class PlanExecutor:
         numbers = [(index, item) for index, item in enumerate(inputs)
                    if is_setting(item) or (item.kind == "number" and self.decides_together)]  # fmt: skip
         numbers = [(index, item) for index, item in numbers if getattr(tensors[index], "device", CPU) == CPU]
+        lasting = [(index, item) for index, item in enumerate(inputs)
+                   if self.view and item.name and item.kind in WHOLE_KINDS and _is_there(tensors[index])]  # fmt: skip
+        program = step()
+        cut = {item.name for item, node in zip(program.signature.inputs, program.placeholders, strict=False)
+               if isinstance(info(node).placement, Part)}  # fmt: skip
         contract = replace(
-            contract_of(step(), inputs, tensors, preflight.axes, plans, whole, self.view is not None),
+            contract_of(program, inputs, tensors, preflight.axes, plans, whole, self.view is not None),
             numbers=tuple(numbers),
+            lasting=tuple(lasting),
+            watched=tuple([(index, item) for index, item in lasting if item.name not in cut]),
         )
         new = self._unsynchronized(inputs, tensors, parts)
         known = contract in preflight.agreed or (contract.is_local and preflight.agreed)  # nothing that others share
@@ -191,9 +196,12 @@ class PlanExecutor:
         same_state = preflight.agreed and contract.random  # of the random generator, since the first meeting
         said = contract.with_random_state() if same_state else contract
         words = made + [f"{item.kind} {item.source} to be rank 0's" for item, _ in new]
-        preflight.compare(said, self._same_values(inputs, tensors, words))
-        if preflight.all_compared:  # else this rank alone captures anew
+        alone = not preflight.all_capture  # this rank captures anew, others do not
+        held = [(item, tensors[index]) for index, item in lasting] if alone else []
+        preflight.compare(said, self._same_values(inputs, tensors, words), held)
+        if preflight.all_compared:
             self._broadcast_from_first(new, initial)
+        preflight.synchronized.add(tensor for _, tensor in held)
         if self.view and not preflight.agreed:
             state = torch.get_rng_state()  # of rank 0, for all
             for group in self.groups:
@@ -207,17 +215,15 @@ class PlanExecutor:
     ) -> list[tuple[Input, torch.Tensor]]:
         """What rank 0 gives to the others: parameters, buffers, states, and gradients that are there at the start."""
         first = ("grad",) if self.view and not self.preflight.agreed else ()
-        known = self._synchronized
         return [
             (item, tensor)
             for item, tensor in zip(inputs, tensors, strict=True)
-            if item.kind in (*SHARED_KINDS, "state", *first) and isinstance(tensor, torch.Tensor)
-            if not isinstance(tensor, FakeTensor) and id(tensor) not in parts and record_of(tensor) is None
-            if id(tensor) not in known or known[id(tensor)]() is not tensor
+            if item.kind in (*LASTING_KINDS, *first) and _is_there(tensor)
+            if id(tensor) not in parts and tensor not in self.preflight.synchronized
         ]
 
     def _broadcast_from_first(self, new: Sequence[tuple[Input, torch.Tensor]], initial: InitialState) -> None:
-        self._synchronized |= {id(tensor): weakref.ref(tensor) for _, tensor in new}
+        self.preflight.synchronized.add(tensor for _, tensor in new)
         there = torch.tensor([any(item.kind == "state" and not initial.owns(tensor) for item, tensor in new)])
         for group in self.groups:
             comm.all_reduce(there, comm.ReduceOp.MAX, group)
@@ -234,8 +240,8 @@ class PlanExecutor:
     def _same_values(
         self, inputs: Sequence[Input], values: Sequence[Any], words: Sequence[str]
     ) -> dict[str, list[str]]:
-        """By group, besides some words: what optimizers are set to; in the global view all numbers, and what of the
-        batch the plan of its axis does not split."""
+        """By group, besides some words: what optimizers are set to; in the global view all numbers, tensors that no
+        module has registered, and what of the batch the plan of its axis does not split."""
         pairs = [(i, v) for i, v in zip(inputs, values, strict=True) if not isinstance(v, FakeTensor)]
         settings = [*words] + [values_of(item, value) for item, value in pairs if is_setting(item)]
         found = {group.group_name: settings for group in self.groups}
@@ -244,6 +250,7 @@ class PlanExecutor:
                 values_of(item, value)
                 for item, value in pairs
                 if (item.kind == "number" and not is_setting(item))
+                or (item.kind == "tensor" and item.placements is None and _is_there(value))
                 or (item.kind == "batch" and plan.placement_of(item, value) == Replicate())
             ]
         return found
@@ -261,6 +268,12 @@ def own_reductions(step: StepGraph, groups: Sequence[str]) -> list[Pass]:
     if any(item.shard for item in step.signature.inputs):
         passes += start_early, coalesce
     return [*passes, *(partial(bucket_gradients, group=name, caps=caps[name]) for name in groups)]
+
+
+def _is_there(value: Any) -> bool:
+    """Whether it is a tensor that has values, or a part of them."""
+    strided = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return strided and not isinstance(value, FakeTensor) and record_of(value) is None
 
 
 def _in_words(plan: Any) -> str:

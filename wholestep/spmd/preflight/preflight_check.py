@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from wholestep import comm
 from wholestep.comm.api.object_collectives import first_difference, gathered_objects
 from wholestep.errors import BreakError, CaptureError, PlanError, WholestepError
+from wholestep.ir import Input
 from wholestep.spmd.preflight.contract import SHARED_KINDS, Call, Contract, generator_state, values_of
 
 MISS = -1  # the number of a rank that has no program for a call yet
@@ -38,7 +40,8 @@ _KINDS = {
     ),
     "values": (
         "the ranks' data",
-        "give every rank the same numbers, and the same batch where the plan does not split it: batch=ws.Shard(0)",
+        "give every rank the same numbers, the same new buffers and parameters, and the "
+        "same batch where the plan does not split it: batch=ws.Shard(0)",
     ),
     "": ("the ranks' programs", "build the same model, optimizer and step on every rank; only the data may differ"),
 }
@@ -61,22 +64,46 @@ class Finding(NamedTuple):
     kind: str
 
 
+class TensorSet:
+    """Tensors, told apart by identity, none of which is kept alive."""
+
+    def __init__(self) -> None:
+        self._weak: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        weak = self._weak.get(id(tensor))
+        return weak is not None and weak() is tensor
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Adds some."""
+        for tensor in tensors:
+            self._weak[id(tensor)] = weakref.ref(tensor, partial(self._forget, id(tensor)))
+
+    def _forget(self, key: int, weak: weakref.ref[torch.Tensor]) -> None:
+        if self._weak.get(key) is weak:
+            del self._weak[key]
+
+
 class PreflightCheck:
     """What the ranks of one step tell each other about its calls, over their groups.
 
     Args:
         axes: group's name -> axis.
-        in_global_view: whether the step is in the global view.
+        spread: names of the groups that are in the global view.
 
     Attributes:
         agreed: the contracts of the programs that they have begun together.
+        synchronized: the parameters, buffers and states that they have compared, or that were given to all.
+        all_capture: whether none of them had a program for the call that they met for last.
         all_compared: whether all of them said more words when they compared last.
     """
 
-    def __init__(self, groups: Sequence[comm.ProcessGroup], axes: Mapping[str, str], in_global_view: bool) -> None:
-        self.groups, self.axes, self._in_global_view = list(groups), axes, in_global_view
+    def __init__(self, groups: Sequence[comm.ProcessGroup], axes: Mapping[str, str], spread: Container[str]) -> None:
+        self.groups, self.axes, self._spread = list(groups), axes, spread
+        self._in_global_view = bool(spread)
         self.agreed: set[Contract] = set()
-        self.all_compared = False
+        self.synchronized = TensorSet()
+        self.all_compared = self.all_capture = False
         self._all_failed = False  # whether all of them knew something to be wrong then
         self._raised: weakref.ref[WholestepError] | None = None  # what they found then
         self._step, self._call = "the step", 0  # its name, and how many calls of it the ranks have met for
@@ -88,22 +115,32 @@ class PreflightCheck:
         """A call of the step begins."""
         self._announced, self._must_compare, self._step = False, False, name
 
-    def check_call(self, contract: Contract, values: Sequence[Any] = ()) -> None:
+    def check_call(
+        self, contract: Contract, values: Sequence[Any] = (), more: Sequence[tuple[Input, torch.Tensor]] = ()
+    ) -> None:
         """Before a program serves a call: all ranks are to run it, in the same call, with the same numbers; in the
-        global view, on batches of one shape. A program without collectives, in the local view, is run alone.
+        global view, on batches of one shape and with the same new tensors in the place of parameters, buffers and
+        states. A program without collectives, in the local view, is run alone.
 
         Args:
-            values: the call's, numbers of the contract among them.
+            values: the call's, numbers and tensors of the contract among them.
+            more: tensors that are watched, besides.
 
         Raises:
             PlanError: on every rank, when they are not, or when another rank's call has failed.
         """
         if self._announced or (contract.is_local and not self._in_global_view):
             return
-        if not self._agree(contract, contract.checksum(values)):
+        watched = [*((item, values[index]) for index, item in contract.watched), *more]
+        new = [(item, tensor) for item, tensor in watched if tensor not in self.synchronized]
+        if not self._agree(contract, contract.checksum(values, [values_of(*pair) for pair in new])):
             words = [values_of(item, values[index]) for index, item in contract.numbers]
             along = None if self._one_captures else {group.group_name: words for group in self.groups}
-            self.compare(contract.with_random_state() if contract.random else contract, along)
+            lasting = [(item, values[index]) for index, item in contract.lasting]
+            lasting += () if self._one_captures else more  # of which a rank that captures says nothing
+            self.compare(contract.with_random_state() if contract.random else contract, along, lasting)
+        if not (more and self._one_captures):
+            self.synchronized.add(tensor for _, tensor in new)
 
     def meet(self, what: str) -> None:
         """Before collectives that are in no program.
@@ -113,17 +150,21 @@ class PreflightCheck:
         """
         self.check_call(Contract((Call("", what, ""),)))
 
-    def compare(self, contract: Contract, along: Mapping[str, Sequence[str]] | None = None) -> None:
+    def compare(
+        self, contract: Contract, along: Mapping[str, Sequence[str]] | None = None,
+        lasting: Sequence[tuple[Input, torch.Tensor]] = (),
+    ) -> None:  # fmt: skip
         """Compares the ranks' contracts along every axis.
 
         Args:
             along: group's name -> more words, which the ranks along one axis must have alike where all say them.
+            lasting: tensors that the ranks of the global view must have alike.
 
         Raises:
             PlanError, BreakError: on every rank, when they differ, or when one of them has no program.
         """
         self._raised = None
-        found = self._compare(contract, None, along)
+        found = self._compare(contract, None, along, lasting)
         if found is not None:
             error: WholestepError = (BreakError if found.kind == BREAK else PlanError)(found.text)
             self._raised = weakref.ref(error)
@@ -187,18 +228,20 @@ class PreflightCheck:
         return True
 
     def _compare(
-        self, contract: Contract, mine: Finding | None, along: Mapping[str, Sequence[str]] | None = None
-    ) -> Finding | None:
+        self, contract: Contract, mine: Finding | None, along: Mapping[str, Sequence[str]] | None = None,
+        lasting: Sequence[tuple[Input, torch.Tensor]] = (),
+    ) -> Finding | None:  # fmt: skip
         """Compares contracts; gives what is wrong.
 
         Args:
             mine: what this rank alone knows to be wrong.
         """
         self._must_compare = False
-        found = mine
+        found, held = mine, [values_of(*pair) for pair in lasting]
         for group in self.groups:
             name = group.group_name
             words = [f"call {self._call} of {self._step}", *contract.for_axis(self.axes[name])]
+            words += held if name in self._spread else ()
             everybody = gathered_objects((words, (along or {}).get(name), found, self._call), group)
             said, more, findings, calls = zip(*everybody, strict=True)
             self._call = max(calls)  # one that is behind has heard so now
@@ -237,6 +280,7 @@ class PreflightCheck:
             comm.all_reduce(bounds, comm.ReduceOp.MAX, group)
         maximum, minimum = bounds.tolist()
         self._must_compare, self._one_captures = maximum != -minimum or maximum == MISS, -minimum == MISS
+        self.all_capture = maximum == MISS
         return not self._must_compare
 
 
