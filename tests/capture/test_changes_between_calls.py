@@ -781,3 +781,17 @@ def test_attributes_of_a_class_and_what_is_one_of_a_kind_stay_so() -> None:
         assert (Empty.count, Empty.kind) == (3, float)  # type: ignore[attr-defined]
         del Empty.count, Empty.kind  # type: ignore[attr-defined]
     assert served.captures == 2
+
+
+def test_gradients_of_tensors_that_require_none() -> None:
+    def step(x: Tensor) -> Tensor:
+        found = [t.grad for t in (x, held[0], norm.running_mean) if t.grad is not None]
+        return x + sum(found) if found else x * 1
+
+    held, norm, x = [torch.ones(3)], nn.BatchNorm1d(3, affine=False), torch.ones(3)
+    served = ws.compile(step, fullgraph=True)
+    for holder in (None, x, held[0], norm.running_mean):
+        for value in (1.0, 2.0) if holder is not None else (0.0,):
+            if holder is not None:
+                holder.grad = torch.full((3,), value)
+            assert torch.equal(served(x), step(x))

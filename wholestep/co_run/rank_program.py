@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import fx
 
 from wholestep.capture import InitialState
 from wholestep.co_run.places import place_of
 from wholestep.co_run.segment import CapturedSegment, Segment
 from wholestep.co_run.shards import Shards
-from wholestep.ir import LASTING_KINDS, Input, InputKind, StepGraph, dead_code
+from wholestep.ir import LASTING_KINDS, Input, InputKind, StepGraph, dead_code, info
 from wholestep.lower import lower
 from wholestep.pipeline import Options, of_one_rank
 from wholestep.runtime import Program
@@ -128,8 +129,8 @@ class RankProgram(CapturedSegment):
         super().__init__(segment, tensors, numbers, varying, Replay(segment, names))
         self._shards, self._executor = shards, options.executor
         step = self.traced.step
-        inputs = [self._input(item.name, index, places, names) for item, index in
-                  zip(step.signature.inputs, self.indices, strict=False)]  # fmt: skip
+        inputs = [self._input(node, item.name, index, places, names) for node, item, index in
+                  zip(step.placeholders, step.signature.inputs, self.indices, strict=False)]  # fmt: skip
         step.signature.inputs = inputs
         first, spread = len(segment.externals), options.executor.view is not None
         pairs = zip(step.placeholders, self.indices, strict=False)
@@ -158,9 +159,10 @@ class RankProgram(CapturedSegment):
         self._agree(inputs, [tensors[i] if i >= 0 else numbers[~i] for i in self.indices], places, names)
         del self.traced, _replaying.record  # their aliases would count as somebody who sees the whole of a part
 
-    def _input(self, name: str, index: int, places: Sequence[Any], names: Names) -> Input:
+    def _input(self, node: fx.Node, name: str, index: int, places: Sequence[Any], names: Names) -> Input:
         if index < 0:
-            return Input(name, f"number {~index}", "number")
+            where = next((f" of the call at {info(user).where}" for user in node.users if info(user).where), "")
+            return Input(name, f"number {~index}{where}", "number")
         held = self._shards.held.get(places[index][0])
         named = names.get(places[index])
         if named is not None and (held is None or held.placements is None):

@@ -238,7 +238,6 @@ class PerCallObjects:
         else:
             write.require(f"{name}.dtype is {write.constant(tensor.dtype)} and {name}.device == "
                           f"{write.constant(tensor.device)} and {name}.requires_grad is {tensor.requires_grad}")
-        if tensor.requires_grad:
-            for key in ("grad", *HOOK_TABLES):
-                if tensor.is_leaf or (key == "grad" and tensor.retains_grad):
-                    self.compare_value(f"{name}.{key}", getattr(tensor, key))
+        for key in ("grad", *HOOK_TABLES) if tensor.requires_grad else ("grad",):
+            if tensor.is_leaf or (key == "grad" and tensor.retains_grad):
+                self.compare_value(f"{name}.{key}", getattr(tensor, key))

@@ -36,7 +36,7 @@ class PersistentObjects:
 
     Attributes:
         tensors: theirs, which the code has in the list ``t``.
-        watched: positions in it of those that want gradients.
+        watched: positions in it of those that may have gradients.
         memo: what `gather` remembers.
     """
 
@@ -107,10 +107,10 @@ class PersistentObjects:
         return found
 
     def _compare_gradients(self) -> None:
-        """Checks ``.grad`` and hooks of tensors that want gradients; grads join the list ``t``."""
+        """Checks ``.grad`` and hooks of tensors that may have some; grads join the list ``t``."""
         write, tensors = self._writer, self.tensors
-        self.watched = watched = [i for i, t in enumerate(tensors)
-                                  if t.is_leaf and (t.requires_grad or isinstance(t, torch.nn.Parameter))]
+        own = {id(f.tensor) for f in self._snap.tensors.values() if f.kind in ("state", "grad")}
+        self.watched = watched = [i for i, t in enumerate(tensors) if t.is_leaf and id(t) not in own]
         if not watched:
             return
         grads_now = [tensors[i].grad for i in watched]
