@@ -160,14 +160,14 @@ class RankProgram(CapturedSegment):
         del self.traced, _replaying.record  # their aliases would count as somebody who sees the whole of a part
 
     def _input(self, node: fx.Node, name: str, index: int, places: Sequence[Any], names: Names) -> Input:
+        where = next((f", for the call at {info(user).where}" for user in node.users if info(user).where), "")
         if index < 0:
-            where = next((f" of the call at {info(user).where}" for user in node.users if info(user).where), "")
             return Input(name, f"number {~index}{where}", "number")
         held = self._shards.held.get(places[index][0])
         named = names.get(places[index])
         if named is not None and (held is None or held.placements is None):
             return Input(name, named.source, named.kind)
-        return Input(name, f"value {index} of the step", "tensor", held.placements if held is not None else None)
+        return Input(name, f"value {index} of the step{where}", "tensor", held.placements if held is not None else None)
 
     def _agree(self, inputs: Sequence[Input], values: Sequence[Any], places: Sequence[Any], names: Names) -> None:
         lasting = [(Input("", n.source, n.kind), n.tensor) for n in names.values() if n.kind in LASTING_KINDS]

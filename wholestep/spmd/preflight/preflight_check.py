@@ -25,10 +25,13 @@ _KINDS = {
     "call": (
         "the ranks' calls",
         "every rank makes the same calls of compiled steps in the same order: one that leaves out a batch, or goes on "
-        "after an interrupt, is a call behind",
+        "after an interrupt, is a call behind; in a step that reads values, all ranks read the same, hooks included",
     ),
     "state": ("the ranks' optimizer states", "load the optimizer's state on every rank, before its first step"),
-    "setting": ("the ranks' optimizers", "give the optimizer the same settings on every rank"),
+    "setting": (
+        "the ranks' optimizers",
+        "give the optimizer the same settings on every rank, and parameters the same hooks",
+    ),
     "batch": (
         "the ranks' batches",
         "give all ranks batches of one shape: pad the last ones, or drop them (DataLoader(drop_last=True))",
@@ -43,7 +46,10 @@ _KINDS = {
         "give every rank the same numbers, the same new buffers and parameters, and the "
         "same batch where the plan does not split it: batch=ws.Shard(0)",
     ),
-    "": ("the ranks' programs", "build the same model, optimizer and step on every rank; only the data may differ"),
+    "": (
+        "the ranks' programs",
+        "build the same model, hooks, optimizer and step on every rank; only the data may differ",
+    ),
 }
 
 
