@@ -15,7 +15,7 @@ import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial, wraps
 from pathlib import Path
@@ -576,15 +576,22 @@ def replaced_kernels() -> int:
     return _kernels["replaced"]
 
 
+def _has_kernel(library: torch.library.Library, op_name: Any, fn: Any, dispatch_key: str = "", **_: Any) -> bool:
+    """Whether an operator has a kernel where a call of `Library.impl` would put one."""
+    name = op_name if isinstance(op_name, str) else op_name.name()
+    name = name if "::" in name else f"{library.ns}::{name}"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(
+        name, dispatch_key or library.dispatch_key or "CompositeImplicitAutograd")
+
+
 def _counting(impl: Callable[..., None]) -> Callable[..., None]:
     @wraps(impl)
-    def counting(library: torch.library.Library, op_name: Any, fn: Any, dispatch_key: str = "", **how: Any) -> None:
-        name = op_name if isinstance(op_name, str) else op_name.name()
-        name = name if "::" in name else f"{library.ns}::{name}"
-        key = dispatch_key or library.dispatch_key or "CompositeImplicitAutograd"
-        was_there = torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-        impl(library, op_name, fn, dispatch_key, **how)
-        _kernels["replaced"] += was_there
+    def counting(library: torch.library.Library, *args: Any, **options: Any) -> None:
+        replaces = False
+        with suppress(Exception):  # of an operator that is defined later; else the call itself says it
+            replaces = _has_kernel(library, *args, **options)
+        impl(library, *args, **options)
+        _kernels["replaced"] += replaces
 
     return counting
 

@@ -675,6 +675,10 @@ def test_kernels_that_python_registers_are_counted_where_they_take_the_place_of_
     assert replaced_kernels() == before
     library.impl("twice", lambda x: x + x, "CPU", allow_override=True)
     assert replaced_kernels() == before + 1
+    library.impl("defined_later", lambda x: x, "CPU")
+    with pytest.raises(RuntimeError, match="either a name or an OpOverload"):
+        library.impl(5, lambda x: x, "CPU")
+    assert replaced_kernels() == before + 1
 
 
 def test_kernels_of_attention_are_seen_to_be_chosen() -> None:
