@@ -781,12 +781,15 @@ def test_gradients_of_results_alone_are_as_in_eager() -> None:
 FLAGS: dict[str, float] = {}
 SCALE = 1.0
 SCALES = [1.0]
+HELD: dict[str, dict[str, float]] = {}
 
 
 def set_scale(value: float) -> None:
     global SCALE
     SCALE = FLAGS["scale"] = SCALES[0] = Scaled.scale = value
     os.environ["WHOLESTEP_TESTS_SCALE"] = str(value)
+    for held in HELD.values():
+        held["scale"] = value
 
 
 class Scaled(torch.autograd.Function):
@@ -824,6 +827,17 @@ class ScaledByItem(torch.autograd.Function):
         return grad * ctx.scales[0] * ctx.own[0]
 
 
+class ScaledByWhatIsHeld(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.flags = HELD["made"] = {"scale": 1.0}
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * ctx.flags["scale"]
+
+
 def unpacked(h: Tensor, hook: Any) -> Tensor:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, hook):
         return h.sin()
@@ -837,7 +851,8 @@ def hooked(h: Tensor, hook: Any) -> Tensor:
 @pytest.mark.parametrize("inner", [
     Scaled.apply, lambda h: hooked(h, lambda g: g * FLAGS["scale"]), lambda h: hooked(h, lambda g: g * SCALE),
     ScaledByContext.apply, lambda h: unpacked(h, lambda t: t * FLAGS["scale"]),
-    ScaledByItem.apply, lambda h: hooked(h, lambda g: g * float(os.environ["WHOLESTEP_TESTS_SCALE"])),
+    ScaledByItem.apply, ScaledByWhatIsHeld.apply,
+    lambda h: hooked(h, lambda g: g * float(os.environ["WHOLESTEP_TESTS_SCALE"])),
 ])  # fmt: skip
 def test_a_backward_outside_sees_what_python_that_runs_in_it_reads(inner: Any) -> None:
     def trained(compile: Any) -> list[Tensor]:

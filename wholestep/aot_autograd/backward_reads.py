@@ -21,6 +21,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from wholestep.capture.guards.compared_values import is_data, is_plain
+from wholestep.capture.snapshot.container_kinds import TENSOR
 from wholestep.capture.snapshot.reachable import Reachable
 from wholestep.capture.snapshot.user_code import is_library, is_system, is_user_module
 from wholestep.errors import UnsupportedError
@@ -60,13 +61,13 @@ def refusing_reads(world: Reachable, nodes: Iterable[Any], has_hooks: bool) -> I
         if event == "call" and id(code) not in seen:
             seen[id(code)] = code
             if not is_system(code.co_filename) and _is_own(frame):
-                found.extend((path, code) for path in _reads(frame, world.first))
+                found.extend((path, code) for path in _reads(frame, known))
                 callers.append(code)
 
     if not has_hooks and not any(isinstance(node, BackwardCFunction) or is_packed(node) for node in nodes):
         yield
         return
-    before = len(noted)
+    before, known = len(noted), {*world.first, *_held(world)}
     with _profiled(look):
         yield
     found += [(name, callers[-1]) for name in noted[before:] if name.startswith("os.environ") and callers]
@@ -76,6 +77,13 @@ def refusing_reads(world: Reachable, nodes: Iterable[Any], has_hooks: bool) -> I
             "compile the whole step, its backward() included, or keep the value in the context or in a tensor",
             where=f"{code.co_filename}:{code.co_firstlineno}",
         )
+
+
+def _held(world: Reachable) -> Iterator[int]:
+    """ids of what containers hold that the step can see: also of what it has put there."""
+    for container in world.containers:
+        if container.kind is not TENSOR:
+            yield from map(id, container.kind.read(container.value).values())
 
 
 @contextmanager
@@ -123,7 +131,7 @@ def _reads(frame: FrameType, known: Container[int]) -> Iterator[str]:
     """What of that can change a function is about to read, of variables of outside and of its arguments.
 
     Args:
-        known: ids of what the step could see when it began.
+        known: ids of what the step could see when it began, and of what it has left there.
     """
     for name, is_outside, steps in _chains(frame.f_code):
         holder, value = None, frame.f_locals.get(name, frame.f_globals.get(name, _MISSING))

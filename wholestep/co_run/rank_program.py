@@ -160,7 +160,8 @@ class RankProgram(CapturedSegment):
         del self.traced, _replaying.record  # their aliases would count as somebody who sees the whole of a part
 
     def _input(self, node: fx.Node, name: str, index: int, places: Sequence[Any], names: Names) -> Input:
-        where = next((f", for the call at {info(user).where}" for user in node.users if info(user).where), "")
+        lines = [info(user).where for user in node.users if user.op != "output"]
+        where = next((f", for the call at {line}" for line in lines if line), "")
         if index < 0:
             return Input(name, f"number {~index}{where}", "number")
         held = self._shards.held.get(places[index][0])
