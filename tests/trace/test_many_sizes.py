@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from examples.gpt import GPT, GPTConfig
-from wholestep.lower.plan.arena import GrowingArena, Slot, place
+from wholestep.lower.plan.arena import Slot, grow, place
 from wholestep.sizes import Size, SizeDecisions, plain
 
 F = nn.functional
@@ -207,12 +207,12 @@ def test_numbers_that_know_what_they_are_at_other_sizes() -> None:
 def test_places_for_the_largest_sizes_so_far_do_for_smaller_ones() -> None:
     slots = [Slot(100, 0, 2), Slot(200, 1, 3), Slot(64, 3, 4)]
     place(slots)
-    arena = GrowingArena(slots, lambda n: (n, 2 * n, 64))
-    assert arena.grow([100]) is None and arena.grow([10]) is None
-    grown = arena.grow([1000])
+    assert grow(slots, (100, 200, 64)) is None and grow(slots, (10, 20, 64)) is None
+    grown = grow(slots, (1000, 2000, 64))
     assert grown is not None and grown["cpu"] >= 3000 and slots[0].offset != slots[1].offset
-    offsets = arena.offsets
-    assert arena.grow([1100]) is None and arena.grow([3]) is None and arena.offsets == offsets
+    offsets = [slot.offset for slot in slots]
+    assert grow(slots, (1100, 2200, 64)) is None and grow(slots, (3, 6, 64)) is None
+    assert [slot.offset for slot in slots] == offsets
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

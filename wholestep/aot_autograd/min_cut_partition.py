@@ -38,17 +38,15 @@ KERNEL = 1 << 14  # bytes: what one more call of a kernel is worth, a few micros
 
 # Bytes that must be spared for one byte made again, by kind of operator. A pass over memory costs about as much as
 # keeping the value does; a kernel that computes more per element costs more.
-POINTWISE, HEAVY, REDUCTION = 0.2, 0.4, 0.4
+POINTWISE, HEAVY = 0.2, 0.4
 
 FILLS = {
     "zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full",
     "scalar_tensor", "arange", "eye",
 }  # fmt: skip
-HEAVY_POINTWISE = {
+COSTLY = {
     "gelu", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "pow", "tanh", "sigmoid",
     "silu", "softplus", "elu", "selu", "mish", "sin", "cos", "tan", "lgamma", "digamma", "logit", "log_sigmoid_forward",
-}  # fmt: skip
-REDUCTIONS = {
     "sum", "mean", "amax", "amin", "var", "var_mean", "std", "std_mean", "logsumexp", "native_layer_norm",
     "_softmax", "_log_softmax", "native_group_norm", "linalg_vector_norm", "any", "all",
 }  # fmt: skip
@@ -72,10 +70,8 @@ def rate(target: Any) -> float | None:
         return None
     if name in FILLS:
         return 0.0
-    if name in HEAVY_POINTWISE:
+    if name in COSTLY:
         return HEAVY
-    if name in REDUCTIONS:
-        return REDUCTION
     return POINTWISE if name in MOVES or torch.Tag.pointwise in target.tags else None
 
 

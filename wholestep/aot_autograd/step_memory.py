@@ -200,16 +200,8 @@ class _Problem:
         reader: fx.Node,
     ) -> None:  # fmt: skip
         """Adds copies of a value's call, and of those that it follows from as far as these are not there."""
-        graph, stack = reader.graph, [wanted]
-        while stack:
-            node = stack[-1]
-            missing = [o for o in node.all_input_nodes if o not in available and o not in made]
-            if missing:
-                stack += missing
-                continue
-            stack.pop()
-            if node in made:
-                continue
+        graph, there = reader.graph, available | made.keys()
+        for node in sorted(ancestors([wanted], until=there.__contains__) - there):
             with graph.inserting_before(reader):
                 again = copy_node(graph, node, lambda operand: made.get(operand) or copies[operand])
             if draws(node):

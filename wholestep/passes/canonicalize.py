@@ -46,9 +46,8 @@ def list_items(step: StepGraph) -> StepGraph:
                 picked = [add_call(step.graph, GETITEM, (operand, i)) for i in range(len(values))]
             for one, value in zip(picked, values, strict=True):
                 set_info(one, replace(info(operand), value=value))
-            exchange: Any = {operand: picked}
-            given = fx.map_arg((node.args, node.kwargs), lambda n, exchange=exchange: exchange.get(n, n))  # type: ignore[misc]
-            node.args, node.kwargs = given
+            items: Any = {operand: picked}
+            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda n: items.get(n, n))  # noqa: B023
     return step
 
 
@@ -111,20 +110,17 @@ def _drops_kept(source: fx.Node, viewed: torch.Tensor) -> bool:
 
 # foreach overload -> the overload for one tensor.
 _SINGLE: dict[str, Any] = {
-    f"aten::_foreach_{name}.{kind}": getattr(aten, name).Tensor
-    for name in ("add", "sub", "mul", "div")
-    for kind in ("List", "Scalar", "ScalarList", "Tensor")
-} | {
-    "aten::_foreach_lerp.List": aten.lerp.Tensor,
-    "aten::_foreach_lerp.Scalar": aten.lerp.Scalar,
-    "aten::_foreach_lerp.ScalarList": aten.lerp.Scalar,
-    "aten::_foreach_sqrt": aten.sqrt.default,
-    "aten::_foreach_neg": aten.neg.default,
-    "aten::_foreach_maximum.List": aten.maximum.default,
-    "aten::_foreach_addcmul.Scalar": aten.addcmul.default,
-    "aten::_foreach_addcmul.ScalarList": aten.addcmul.default,
-    "aten::_foreach_addcdiv.Scalar": aten.addcdiv.default,
-    "aten::_foreach_addcdiv.ScalarList": aten.addcdiv.default,
+    f"aten::_foreach_{name}{kind}": getattr(getattr(aten, name), single)
+    for names, kinds, single in (
+        (("add", "sub", "mul", "div"), (".List", ".Scalar", ".ScalarList", ".Tensor"), "Tensor"),
+        (("lerp",), (".List",), "Tensor"),
+        (("lerp",), (".Scalar", ".ScalarList"), "Scalar"),
+        (("sqrt", "neg"), ("",), "default"),
+        (("maximum",), (".List",), "default"),
+        (("addcmul", "addcdiv"), (".Scalar", ".ScalarList"), "default"),
+    )
+    for name in names
+    for kind in kinds
 }
 
 

@@ -190,13 +190,8 @@ def _contracted(graph: fx.Graph, regions: list[list[fx.Node]]) -> fx.Graph:
     """The graph with each region as one call, where its first reader is."""
     made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     region_of = {node: members for members in regions for node in members}
-    before: dict[fx.Node, fx.Node] = {}  # effects keep their order
-    last: fx.Node | None = None
-    for node in graph.nodes:
-        if node.op == "call_function" and is_effectful(node):
-            if last is not None:
-                before[node] = last
-            last = node
+    effects = [node for node in graph.nodes if node.op == "call_function" and is_effectful(node)]
+    before = dict(zip(effects[1:], effects, strict=False))  # effects keep their order
 
     def add(node: fx.Node) -> fx.Node:
         if node not in copies:

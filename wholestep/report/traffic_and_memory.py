@@ -192,7 +192,7 @@ def memory_of(step: StepGraph) -> Memory:
     found = peak_usage(step)
     kinds = {node.name: item.kind for node, item in zip(step.placeholders, step.signature.inputs, strict=True)}
     gradients = {name for g in step.signature.gradients for name in (g.before, g.after)}
-    for nodes, size in found.live:
+    for nodes, _, size in found.live:
         held[_class_of(nodes, gradients, kinds)] += size
     phase, place = (info(found.at).phase, origin(found.at)) if found.at is not None else ("forward", ("", ""))
     return Memory(held, phase, *place, found.arena)

@@ -247,25 +247,14 @@ def _laid_out(tangent: torch.Tensor | None, layout: Layout | None) -> torch.Tens
     return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(tangent)
 
 
-class _DoubleBackward(torch.autograd.Function):
-    """Gradients that require grad, as those of `create_graph=True` do, and refuse to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(t.detach() for t in tensors[:count])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(NO_DOUBLE_BACKWARD)
-
-
 def _refusing(gradients: Sequence[Any], behind: Sequence[Any]) -> list[Any]:
+    """Gradients that require grad, as those of `create_graph=True` do, and refuse to be differentiated."""
     sources = [t for t in behind if isinstance(t, torch.Tensor) and t.requires_grad]
     if not sources or not any(gradient is not None for gradient in gradients):
         return list(gradients)
     there = [place for place, gradient in enumerate(gradients) if gradient is not None]
-    refusing = _DoubleBackward.apply(len(there), *(gradients[i].detach() for i in there), *sources)  # type: ignore[no-untyped-call]
-    found = dict(zip(there, refusing, strict=True))
+    detached = [gradients[i].detach() for i in there]
+    found = dict(zip(there, NotDifferentiable.of(detached, sources, NO_DOUBLE_BACKWARD), strict=True))
     return [found.get(place) for place in range(len(gradients))]
 
 
@@ -280,17 +269,20 @@ NOT_OUTSIDE = (
 
 
 class NotDifferentiable(torch.autograd.Function):
-    """Gives a result the `requires_grad` that it has in eager; its backward raises, or reaches nobody's leaf."""
+    """Gives tensors the `requires_grad` that they have in eager; their backward raises, or reaches nobody's leaf."""
 
     @staticmethod
-    def forward(ctx: Any, why: str, value: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, why: str, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.why = why
-        return value.detach()
+        return tuple([tensor.detach() for tensor in tensors[:count]])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:
         if ctx.why == NO_GRADIENT:
             return (None,) * len(ctx.needs_input_grad)
-        if ctx.why.startswith(SECOND_TIME):
-            raise RuntimeError(NOT_KEPT)
-        raise RuntimeError(ctx.why or NOT_OUTSIDE)
+        raise RuntimeError(NOT_KEPT if ctx.why.startswith(SECOND_TIME) else ctx.why or NOT_OUTSIDE)
+
+    @classmethod
+    def of(cls, values: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], why: str) -> Sequence[torch.Tensor]:
+        """Tensors like some, which follow from sources as far as the engine knows."""
+        return cls.apply(why, len(values), *values, *sources)  # type: ignore[no-any-return, no-untyped-call]

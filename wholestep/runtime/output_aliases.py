@@ -45,7 +45,7 @@ def remade(
         if alias.state.leaf:
             return tensor.requires_grad_()
         with torch.enable_grad():
-            return NotDifferentiable.apply(alias.refusal, tensor, *_behind(alias.refusal, values, handle))  # type: ignore[no-any-return, no-untyped-call]
+            return NotDifferentiable.of([tensor], _behind(alias.refusal, values, handle), alias.refusal)[0]
     return tensor
 
 

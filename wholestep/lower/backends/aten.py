@@ -27,7 +27,7 @@ from wholestep.lower.fusion.blocked_matmuls import split_fused_updates
 from wholestep.lower.fusion.blocking_collectives import late_starts
 from wholestep.lower.fusion.compiled_regions import Awaited, with_kernels
 from wholestep.lower.fusion.execution_order import arrange
-from wholestep.lower.plan.arena import SHARED
+from wholestep.lower.plan.arena import SHARED, grow
 from wholestep.lower.plan.memory_plan import Plan, make_plan
 from wholestep.packed_graph import Packed
 from wholestep.passes.canonicalize import copy_step, expand_foreach, list_items, plain_views, same_host_numbers
@@ -94,7 +94,7 @@ class Program:
             plan = plan_of(step, self._held, self._fused)
             self._source = source = emit.emit(plan, {i for i, times in self._moves.items() if times >= OFTEN})
         self.code = source.text + (f"\n{source.of_sizes}" if source.of_sizes else "")
-        self._sizes, self._growing = plan.arena, plan.growing
+        self._sizes, self._slots, self._needed = plan.arena, plan.slots, plan.needed
         self._loans: dict[str, Loan] = source.namespace.get("loans", {})  # by results
         self._viewed = operator.itemgetter(*source.viewed, 0, 0) if source.viewed else None
         self._ids: list[int] = []
@@ -181,7 +181,7 @@ class Program:
 
     def _bind(self, inputs: Sequence[Any], sizes: tuple[int, ...]) -> Callable[[Sequence[Any]], list[Any]]:
         """The step at given sizes, with what lasts between its calls."""
-        if self._growing is not None and (grown := self._growing.grow(sizes)) is not None:
+        if self._needed is not None and (grown := grow(self._slots, self._needed(*sizes))) is not None:
             self._unbind()
             self._sizes, self._arena = grown, {}
         if not self._bound:
@@ -216,9 +216,8 @@ class Program:
         lasting = self._viewed(inputs)[:-2] if self._viewed else ()
         self._tensors, self._ids = self._watched(lasting), [*map(id, lasting)]
         self._pointers = [*map(_pointer, lasting)]
-        memory = {"inputs": inputs, "arena": self._arena}
-        memory["offsets"] = self._growing.offsets if self._growing else []
-        names = self._source.namespace | memory
+        offsets = [slot.offset for slot in self._slots]
+        names = self._source.namespace | {"inputs": inputs, "arena": self._arena, "offsets": offsets}
         exec(self._compiled, names)
         del names["inputs"]
         # the function refers to them, and they not to it: their memory is free at once

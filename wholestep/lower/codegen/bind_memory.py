@@ -33,11 +33,6 @@ def at(arena: torch.Tensor, offset: int, shape: Any, stride: Any, dtype: torch.d
     )
 
 
-def filled(number: Any, shape: Any, stride: Any, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """A constant of one number."""
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device).fill_(number)
-
-
 class Recycler:
     """Memory for big results: the block of an earlier call once nobody holds it any more, else a new one.
 

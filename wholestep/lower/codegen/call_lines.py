@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.graph import magic_methods
 
 from wholestep.functional import OFFSETS
 from wholestep.ir import GETITEM, arguments, info
@@ -38,12 +38,6 @@ from wholestep.lower.plan.value_facts import (
     recyclable,
     variable,
 )
-
-_SYMBOLS: dict[Any, str] = {
-    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.pow: "**",
-    operator.floordiv: "//", operator.mod: "%", operator.lt: "<", operator.le: "<=", operator.gt: ">",
-    operator.ge: ">=", operator.eq: "==", operator.ne: "!=",
-}  # fmt: skip
 
 OWN_KERNELS: dict[Any, Any] = {aten.bernoulli_.float: bernoulli_}  # with the bits of the operators that they stand for
 
@@ -92,8 +86,7 @@ class CallWriter:
     def _new_memory(self, node: fx.Node, spec: str) -> str:
         value, least = info(node).value, RECYCLE_GRADIENTS_FROM if self.plan.step.signature.donated else RECYCLE_FROM
         if not recyclable(value, least) or node in self.saved:
-            shape = f"{tuple(value.shape)}, {value.stride()}"
-            return f"torch.empty_strided({shape}, dtype={value.dtype}, device='{value.device}')"
+            return self.source.new_memory(value)
         self.source.namespace.setdefault("fresh", Recycler())
         return f"fresh({len(self.made)}, {spec})"
 
@@ -112,10 +105,8 @@ class CallWriter:
         target: Any = node.target
         if target is aten._local_scalar_dense.default:
             text = f"{args[0]}.item()"
-        elif target in _SYMBOLS and len(args) == 2:
-            text = f"{args[0]} {_SYMBOLS[target]} {args[1]}"
-        elif target is operator.neg:
-            text = f"-{args[0]}"
+        elif target.__module__ == "_operator" and target.__name__ in magic_methods:
+            text = magic_methods[target.__name__].format(*args)
         else:
             text = f"{self.source.function(target)}({commas([*args, *self.source.keywords(node)])})"
         self.source.number(node, text, node)
@@ -190,7 +181,7 @@ class CallWriter:
         number = None if step.number is None else self.source.operand(node, step.number)
         if number is not None and number not in self.source.lasting:
             return None
-        return step.kernels[0], target, (target if over_first else first, *others), number
+        return step.kernel, target, (target if over_first else first, *others), number
 
     def _out(self, node: fx.Node) -> None:
         first, op = node.args[0], node.target

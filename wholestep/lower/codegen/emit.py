@@ -22,7 +22,7 @@ from wholestep.lower.codegen.call_lines import CallWriter
 from wholestep.lower.codegen.literals import commas, literal, targets
 from wholestep.lower.codegen.program_text import ProgramText
 from wholestep.lower.fusion.blocked_matmuls import cut_lists, is_product, rows_at_once
-from wholestep.lower.fusion.chains import chain_step, kernel_of
+from wholestep.lower.fusion.chains import chain_step
 from wholestep.lower.plan.memory_plan import Plan
 from wholestep.lower.plan.operator_facts import FILLS
 from wholestep.lower.plan.value_facts import KERNELS, fill_number, variable
@@ -109,10 +109,9 @@ def _write_constants(source: ProgramText) -> None:
             source.namespace[variable(node)] = operator.attrgetter(str(node.target))(source.plan.step.gm)
             source.lasting.add(variable(node))
     for node in source.plan.live.constants:
-        value = info(node).value
         if node.target in FILLS:
-            spec = f"{tuple(value.shape)}, {value.stride()}, {value.dtype}, '{value.device}'"
-            source.bind(variable(node), f"filled({literal(fill_number(node))}, {spec})")
+            memory = source.new_memory(info(node).value)
+            source.bind(variable(node), f"{memory}.fill_({literal(fill_number(node))})")
         else:
             source.bind(variable(node), source.call(node.target, source.arguments(node), node))
 
@@ -190,7 +189,7 @@ class GroupWriter:
             memory |= {self.source.name(o): None for o in (*step.operands, node) if not self.reuse.store[o].in_cache}
             name = self.source.name(node)
             read = commas(map(repr, operands))
-            rows.append(f"({kernel_of(node, step)!r}, {name!r}, ({read},), {number!r})")
+            rows.append(f"({step.kernel!r}, {name!r}, ({read},), {number!r})")
             if number is not None:
                 memory[number] = None
                 operands.append(number)

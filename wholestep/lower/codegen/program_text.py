@@ -17,7 +17,7 @@ from torch import fx
 
 from wholestep.functional import OFFSETS, base_name, clone_as_it_lies
 from wholestep.ir import info
-from wholestep.lower.codegen.bind_memory import Loan, at, cells, filled
+from wholestep.lower.codegen.bind_memory import Loan, at, cells
 from wholestep.lower.codegen.literals import INDENT, LONGEST, commas, commented, keyword, literal, targets
 from wholestep.lower.fusion.blocked_matmuls import by_rows, parts
 from wholestep.lower.fusion.chains import Named, chain
@@ -33,7 +33,7 @@ from wholestep.torch_compat import OpOverload, direct_call
 NUMBER_AS_TENSOR = {aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}
 _WORDS = re.compile(r"\w+")
 _HELPERS = {
-    "direct": direct_call, "at": at, "filled": filled, "cells": cells, "Loan": Loan,
+    "direct": direct_call, "at": at, "cells": cells, "Loan": Loan,
     "chain": chain, "straight": straight, "by_rows": by_rows, "parts": parts, "clone_as_it_lies": clone_as_it_lies,
 }  # fmt: skip
 
@@ -167,6 +167,11 @@ class ProgramText:
         return f"offsets[{self._places[id(slot)]}]" + (f" + {inside}" if inside is not None else "")
 
     # Names and arguments
+
+    def new_memory(self, value: torch.Tensor) -> str:
+        """Memory of a value's layout from torch's allocator."""
+        layout = f"{tuple(value.shape)}, {value.stride()}"
+        return f"torch.empty_strided({layout}, dtype={value.dtype}, device='{value.device}')"
 
     def name(self, node: fx.Node) -> str:
         """The variable that holds a value."""

@@ -37,14 +37,18 @@ class Step:
     """One operator of a chain.
 
     Attributes:
-        kernels: those that may have torch's bits, the likelier first.
+        kernel: the one that has torch's bits.
         operands: whole tensors.
         number: a number, or a node that gives one or a tensor with one; None where the operator takes none.
     """
 
-    kernels: tuple[str, ...]
+    kernel: str
     operands: tuple[fx.Node, ...]
     number: Any = None
+
+
+# Kernels that may have torch's bits, the likelier first; operands and number.
+Candidate = tuple[tuple[str, ...], tuple[fx.Node, ...], Any]
 
 
 # operator -> (kernels, how many whole tensors it takes, what it is called with beside them)
@@ -77,18 +81,20 @@ def chain_step(node: fx.Node) -> Step | None:
         return None
     if not value.dim() and getattr(node.args[0], "op", "") != "placeholder":  # not an optimizer's count of steps
         return None
-    step = _spelled(node)
-    if step is None or not all(isinstance(o, fx.Node) and _whole(info(o).value, value) for o in step.operands):
+    spelled = _spelled(node)
+    if spelled is None or not all(isinstance(o, fx.Node) and _whole(info(o).value, value) for o in spelled[1]):
         return None
-    number = info(step.number).value if isinstance(step.number, fx.Node) else step.number
-    if isinstance(number, torch.Tensor):
-        if number.dim() or number.dtype is not torch.float32 or number.device.type != "cpu":
+    _, operands, number = spelled
+    found = info(number).value if isinstance(number, fx.Node) else number
+    if isinstance(found, torch.Tensor):
+        if found.dim() or found.dtype is not torch.float32 or found.device.type != "cpu":
             return None
-    elif isinstance(number, bool) or not isinstance(number, (int, float, type(None))):
+    elif isinstance(found, bool) or not isinstance(found, (int, float, type(None))):
         return None
-    elif number is not None and not isinstance(step.number, fx.Node) and not math.isfinite(number):
+    elif found is number and number is not None and not math.isfinite(number):
         return None
-    return step if kernel_of(node, step) else None
+    kernel = _kernel_of(node, spelled, isinstance(found, torch.Tensor))
+    return Step(kernel, operands, number) if kernel else None
 
 
 def _whole(value: Any, like: torch.Tensor) -> bool:
@@ -97,7 +103,7 @@ def _whole(value: Any, like: torch.Tensor) -> bool:
             and value.shape == like.shape and value.is_contiguous() and value.numel() > 0)  # fmt: skip
 
 
-def _spelled(node: fx.Node) -> Step | None:
+def _spelled(node: fx.Node) -> Candidate | None:
     op, args, keywords = node.target, node.args, dict(node.kwargs)
     if op in _ARITHMETIC and len(args) == 2:
         alpha, second = keywords.pop("alpha", 1), args[1]
@@ -106,15 +112,15 @@ def _spelled(node: fx.Node) -> Step | None:
             return None
         if isinstance(second, fx.Node) and isinstance(info(second).value, torch.Tensor) and info(second).value.dim():
             kernels: tuple[str, ...] = ("axpy_fused", "axpy") if scaled else (_ARITHMETIC[op],)
-            return Step(kernels, args, alpha if scaled else None)  # type: ignore[arg-type]
-        return None if scaled else Step((f"{_ARITHMETIC[op]}_number",), args[:1], second)  # type: ignore[arg-type]
+            return kernels, args, alpha if scaled else None  # type: ignore[return-value]
+        return None if scaled else ((f"{_ARITHMETIC[op]}_number",), args[:1], second)  # type: ignore[return-value]
     if op not in _KERNELS:
         return None
     kernels, tensors = _KERNELS[op]
     number = args[tensors] if len(args) > tensors else None
     if op in (aten.addcmul.default, aten.addcdiv.default):
         number = keywords.pop("value", 1)
-    return None if keywords or len(args) > tensors + 1 else Step(kernels, args[:tensors], number)  # type: ignore[arg-type]
+    return None if keywords or len(args) > tensors + 1 else (kernels, args[:tensors], number)  # type: ignore[return-value]
 
 
 # Trials
@@ -125,13 +131,16 @@ _SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, -1e-45, 3e38, -3e38
 _NUMBERS = (0.37, 0.9, -0.01, 1e-3, 0.999, 1.0, 1e-8, 7.3)
 
 
-def kernel_of(node: fx.Node, step: Step) -> str | None:
-    """The compiled kernel with the bits of torch's, if there is one."""
-    tensor = isinstance(step.number, fx.Node) and isinstance(info(step.number).value, torch.Tensor)
-    key = (node.target, step.kernels, tensor)
+def _kernel_of(node: fx.Node, spelled: Candidate, tensor: bool) -> str | None:
+    """The compiled kernel with the bits of torch's, if there is one.
+
+    Args:
+        tensor: whether its number is given as one.
+    """
+    key = (node.target, spelled[0], tensor)
     if key not in _FOUND:
         with no_modes():
-            _FOUND[key] = next((k for k in _available(step.kernels) if _same_bits(node, step, k, tensor)), None)
+            _FOUND[key] = next((k for k in _available(spelled[0]) if _same_bits(node, spelled, k, tensor)), None)
     return _FOUND[key]
 
 
@@ -154,13 +163,13 @@ def _available(kernels: tuple[str, ...]) -> tuple[str, ...]:
     return kernels if all(addresses) else tuple(k for k in kernels if k != "sqrt_mkl")
 
 
-def _same_bits(node: fx.Node, step: Step, kernel: str, tensor: bool) -> bool:
+def _same_bits(node: fx.Node, spelled: Candidate, kernel: str, tensor: bool) -> bool:
     """Tries a kernel against torch on random numbers of many sizes, among them zeros, infinities and NaN."""
     generator = torch.Generator().manual_seed(0)
-    for number in _NUMBERS if step.number is not None else (None,):
-        operands = [_trial(generator) for _ in step.operands]
+    for number in _NUMBERS if spelled[2] is not None else (None,):
+        operands = [_trial(generator) for _ in spelled[1]]
         arg = torch.tensor(number, dtype=torch.float32) if tensor else number
-        theirs = _as_called(node, step, operands, arg)
+        theirs = _as_called(node, operands, arg)
         ours = torch.empty_like(theirs)
         cell = torch.tensor(0.0 if number is None else number, dtype=torch.float32)
         names = [f"o{i}" for i in range(len(operands))]
@@ -181,14 +190,14 @@ def _trial(generator: torch.Generator) -> torch.Tensor:
     return values
 
 
-def _as_called(node: fx.Node, step: Step, operands: list[torch.Tensor], number: Any) -> torch.Tensor:
-    """What torch's operator gives for other operands in the places of its own."""
-    new: dict[Any, Any] = {}
-    rest = iter(operands)
-    args = [next(rest) if i < len(operands) else number for i in range(len(node.args))]
-    if step.number is not None and len(node.args) == len(operands):
-        new["alpha" if node.target in _ARITHMETIC else "value"] = number
-    return node.target(*args, **new)  # type: ignore[operator, no-any-return]
+def _as_called(node: fx.Node, operands: list[torch.Tensor], number: Any) -> torch.Tensor:
+    """What torch's operator gives for other operands in the places of its own, and another number."""
+    if number is None:
+        return node.target(*operands)  # type: ignore[operator, no-any-return]
+    if len(node.args) > len(operands):
+        return node.target(*operands, number)  # type: ignore[operator, no-any-return]
+    keyword = "alpha" if node.target in _ARITHMETIC else "value"
+    return node.target(*operands, **{keyword: number})  # type: ignore[operator, no-any-return]
 
 
 # What the generated program calls
@@ -212,36 +221,20 @@ def paired(
         shared: names of memory that may have another name, too.
     """
     left: list[tuple[*Named, str | None]] = [(*step, None) for step in steps]
-    index = 1
-    while index < len(left):
+    for index in range(len(steps) - 1, 0, -1):
         kernel, result, (first, *others), number, _ = left[index]
-        before = _alone_before(left, index, lasting, shared)
-        pair = None if before is None else _PAIRS.get((left[before][0], kernel))
-        if before is None or pair is None:
-            index += 1
+        before = next((i for i in reversed(range(index)) if left[i][1] == first), index)
+        pair = _PAIRS.get((left[before][0], kernel))
+        if pair is None or first in others:
             continue
-        _, _, (source,), other, _ = left[before]
-        left[index] = (pair, result, (source, *others), number, other)
-        del left[before]
+        _, _, sources, other, _ = left[before]
+        between, after = left[before + 1 : index], left[index + 1 :]
+        if any(first in step[2] or step[1] in (first, *sources) or step[1] in shared for step in between):
+            continue
+        if result == first or not (first in lasting or any(first in step[2] for step in after)):  # nobody else reads it
+            left[index] = (pair, result, (*sources, *others), number, other)
+            del left[before]
     return left
-
-
-def _alone_before(
-    steps: Sequence[tuple[Any, ...]], index: int, lasting: Collection[str], shared: Collection[str]
-) -> int | None:
-    """The step whose result only one other step reads, as its first operand; None when it must run on its own."""
-    _, result, (first, *others), *_ = steps[index]
-    writers = [i for i in range(index) if steps[i][1] == first]
-    if not writers or first in others:
-        return None
-    before = writers[-1]
-    untouched = {first, *steps[before][2]}
-    between, after = steps[before + 1 : index], steps[index + 1 :]
-    if any(first in step[2] or step[1] in untouched or step[1] in shared for step in between):
-        return None
-    if result != first and (first in lasting or any(first in step[2] for step in after)):
-        return None
-    return before
 
 
 def _overlapping(memory: dict[str, torch.Tensor], count: int) -> list[str]:

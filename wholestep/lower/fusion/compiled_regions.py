@@ -208,21 +208,16 @@ def with_kernels(step: StepGraph, fused: bool) -> StepGraph:
         if isinstance(node.target, Region):
             kernel = COMPILATION.kernels.get(COMPILATION.name(node.target)) if fused else None
             given = [copies[operand] for operand in node.args]
-            copies[node] = _inlined(graph, node, given) if kernel is None else _called(graph, node, given, kernel)
+            if kernel is None:
+                inner = dict(zip(node.target.graph.find_nodes(op="placeholder"), given, strict=True))
+                copies[node] = graph.graph_copy(node.target.graph, inner)
+            else:
+                copies[node] = _called(graph, node, given, kernel)
         elif node.target is GETITEM and isinstance(copies[node.args[0]], tuple):
             copies[node] = copies[node.args[0]][node.args[1]]
         else:
             copies[node] = copy_node(graph, node, copies.__getitem__)
     return StepGraph(lazy_graph_module(step.gm, graph), step.signature, step.stage)
-
-
-def _inlined(graph: fx.Graph, node: fx.Node, given: list[fx.Node]) -> tuple[fx.Node, ...]:
-    inner, inputs = dict[fx.Node, fx.Node](), iter(given)
-    for one in node.target.graph.nodes:  # type: ignore[union-attr]
-        if one.op == "output":
-            return tuple(inner[result] for result in one.args[0])
-        inner[one] = next(inputs) if one.op == "placeholder" else copy_node(graph, one, inner.__getitem__)
-    raise AssertionError("a graph without output")
 
 
 def _called(graph: fx.Graph, node: fx.Node, given: list[fx.Node], kernel: Kernel) -> tuple[fx.Node, ...]:

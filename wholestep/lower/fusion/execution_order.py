@@ -145,31 +145,22 @@ def move_forward(nodes: list[fx.Node], item_of: dict[fx.Node, int], rank: list[f
             if node.op == "output" or not is_sure_view(node.target):
                 readers.setdefault(base, []).append(node)
     for node in nodes:
-        if item_of[node] in alone and info(node).phase == "backward" and _may_move(node):
-            _move(node, base_of, readers, item_of, rank)
-
-
-def _move(
-    node: fx.Node,
-    base_of: dict[fx.Node, fx.Node],
-    readers: dict[fx.Node, list[fx.Node]],
-    item_of: dict[fx.Node, int],
-    rank: list[float],
-) -> None:
-    bases = {base_of.get(operand, operand) for operand in node.all_input_nodes}
-    there = max((rank[item_of[base]] for base in bases if base in item_of), default=-1.0)
-    freed = 0
-    for base in bases & item_of.keys():
-        others = [reader for reader in readers[base] if reader is not node]
-        if all(reader in item_of and rank[item_of[reader]] <= there for reader in others):
-            freed += nbytes(info(base).value)
-    if freed < LEAST or freed < nbytes(info(node).value) or there + 0.5 >= rank[item_of[node]]:
-        return
-    rank[item_of[node]] = there + 0.5
-    for operand in node.all_input_nodes:
-        while operand in base_of:
-            rank[item_of[operand]] = min(rank[item_of[operand]], there + 0.25)
-            operand = operand.all_input_nodes[0]
+        if item_of[node] not in alone or info(node).phase != "backward" or not _may_move(node):
+            continue
+        bases = {base_of.get(operand, operand) for operand in node.all_input_nodes} & item_of.keys()
+        there = max((rank[item_of[base]] for base in bases), default=-1.0)
+        freed = 0
+        for base in bases:
+            others = [reader for reader in readers[base] if reader is not node]
+            if all(reader in item_of and rank[item_of[reader]] <= there for reader in others):
+                freed += nbytes(info(base).value)
+        if freed < max(LEAST, nbytes(info(node).value)) or there + 0.5 >= rank[item_of[node]]:
+            continue
+        rank[item_of[node]] = there + 0.5
+        for operand in node.all_input_nodes:
+            while operand in base_of:
+                rank[item_of[operand]] = min(rank[item_of[operand]], there + 0.25)
+                operand = operand.all_input_nodes[0]
 
 
 def _may_move(node: fx.Node) -> bool:

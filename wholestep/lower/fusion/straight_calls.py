@@ -16,7 +16,7 @@ from torch import fx
 
 from wholestep.ir import info
 from wholestep.lower.fusion import chains
-from wholestep.lower.fusion.chains import SHARED_FROM, Named, Step, aten, chain_step, kernel_of
+from wholestep.lower.fusion.chains import SHARED_FROM, Named, Step, aten, chain_step
 from wholestep.torch_compat import full_precision, matrix_product, no_modes
 
 LARGEST = 1 << 16  # elements of a tensor: what lies between kernels is nothing beside larger ones
@@ -35,7 +35,7 @@ def straight_step(node: fx.Node) -> Step | None:
         return None
     step = chain_step(node)
     if step is not None:
-        return Step((str(kernel_of(node, step)),), step.operands, step.number)
+        return step
     if node.kwargs or not node.args:
         return None
     kernel, operands = _PRODUCTS.get(node.target), node.args  # type: ignore[call-overload]
@@ -49,7 +49,7 @@ def straight_step(node: fx.Node) -> Step | None:
     if kernel == "sum" and values[1].numel() > largest:
         return None
     layouts = tuple([(tuple(v.shape), v.stride()) for v in values])
-    return Step((kernel,), operands) if _same_bits(kernel, layouts, full_precision()) else None  # type: ignore[arg-type]
+    return Step(kernel, operands) if _same_bits(kernel, layouts, full_precision()) else None  # type: ignore[arg-type]
 
 
 def _product(out: Layout, a: Layout, b: Layout) -> tuple[int, ...] | None:

@@ -6,7 +6,7 @@ biggest buffer first, each at the lowest gap free during its whole lifetime that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -104,31 +104,21 @@ def _lowest_tight_gap(lows: np.ndarray, highs: np.ndarray, size: int, align: int
     return int(reached[-1])
 
 
-class GrowingArena:
-    """The places of slots whose sizes vary: those for the largest so far, which do for smaller ones.
+def grow(slots: Sequence[Slot], needed: Sequence[int]) -> dict[str, int] | None:
+    """Places slots anew where they need more than they have: the places for the largest so far do for smaller ones.
 
     Args:
-        slots: placed for the sizes that they have.
-        needed: bytes of each slot, as a function of the symbols.
+        needed: bytes of each.
+
+    Returns:
+        Bytes of the arena of each device; None where all stay.
     """
-
-    def __init__(self, slots: Sequence[Slot], needed: Callable[..., tuple[int, ...]]) -> None:
-        self._slots, self._needed = slots, needed
-
-    @property
-    def offsets(self) -> list[int]:
-        """Of each slot."""
-        return [slot.offset for slot in self._slots]
-
-    def grow(self, sizes: Sequence[int]) -> dict[str, int] | None:
-        """Bytes of the arena of each device, where slots had to be placed anew for a call's sizes."""
-        needed = self._needed(*sizes)
-        if all(nbytes <= slot.nbytes for slot, nbytes in zip(self._slots, needed, strict=True)):
-            return None
-        for slot, nbytes in zip(self._slots, needed, strict=True):
-            if nbytes > slot.nbytes:  # with room for larger ones yet: what is not written takes no pages
-                slot.nbytes = nbytes + nbytes // (1 if slot.device == "cpu" else 4)
-        return place(self._slots)
+    if all(nbytes <= slot.nbytes for slot, nbytes in zip(slots, needed, strict=True)):
+        return None
+    for slot, nbytes in zip(slots, needed, strict=True):
+        if nbytes > slot.nbytes:  # with room for larger ones yet: what is not written takes no pages
+            slot.nbytes = nbytes + nbytes // (1 if slot.device == "cpu" else 4)
+    return place(slots)
 
 
 def peak(slots: Sequence[Slot]) -> tuple[int, int]:

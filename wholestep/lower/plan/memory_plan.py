@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from wholestep.functional import base_name, is_collective
 from wholestep.ir import StepGraph, info
 from wholestep.lower.fusion.blocked_matmuls import rows_at_once
 from wholestep.lower.fusion.execution_order import Item
-from wholestep.lower.plan.arena import SHARED, GrowingArena, Slot, peak, place
+from wholestep.lower.plan.arena import SHARED, Slot, peak, place
 from wholestep.lower.plan.buffer_reuse import BufferReuse
 from wholestep.lower.plan.liveness import Liveness
 from wholestep.lower.plan.placement import InputMemory, Placement, Store
@@ -34,7 +35,7 @@ class Plan:
         last_use: root -> the last item that reads its memory; the number of items for what leaves the program.
         arena: bytes of the arena of each device.
         peak: the most bytes of arenas in use at once.
-        slots: of the arenas; growing: where they lie at other sizes.
+        slots: of the arenas; needed: the bytes of each at other sizes, as a function of the symbols.
     """
 
     step: StepGraph
@@ -45,7 +46,7 @@ class Plan:
     arena: dict[str, int] = field(default_factory=dict)
     peak: int = 0
     slots: list[Slot] = field(default_factory=list)
-    growing: GrowingArena | None = None
+    needed: Callable[..., tuple[int, ...]] | None = None
 
 
 def make_plan(step: StepGraph, items: list[Item], held: frozenset[str] = frozenset()) -> Plan:
@@ -74,7 +75,7 @@ def make_plan(step: StepGraph, items: list[Item], held: frozenset[str] = frozens
     plan.slots, plan.arena = slots, place(slots)
     plan.peak = min(peak(slots)[0], sum(plan.arena.values()))
     if (sizes := step.signature.sizes) is not None:
-        plan.growing = GrowingArena(slots, sizes.function(map(repr, needed)))
+        plan.needed = sizes.function(map(repr, needed))
         sizes.specialized |= any(is_collective(node.target) for node in live.nodes)  # of whose places others know
     return plan
 

@@ -19,14 +19,12 @@ class Usage:
     """Memory besides the inputs, when there is most of it.
 
     Attributes:
-        live: the buffers that are held then: all values that lie in one over time, and its bytes.
-        values: for each of them, the value that it has then.
+        live: the buffers that are held then: all values that lie in one over time, that which it has then, its bytes.
         at: what runs then; None for a program without calls.
         arena: bytes of the arenas, which are kept between calls; some of it may be idle at that moment.
     """
 
-    live: list[tuple[list[fx.Node], int]]
-    values: list[fx.Node]
+    live: list[tuple[list[fx.Node], fx.Node, int]]
     at: fx.Node | None
     arena: int
 
@@ -41,15 +39,15 @@ def peak_usage(step: StepGraph) -> Usage:
             values.setdefault(plan.reuse.store[node], []).append(node)
     held = [(s, s.slot) for s in plan.reuse.stores if s.slot is not None and s.kind != "rows" and s in values]
     _, moment = peak([slot for _, slot in held])
-    live = [(values[store], slot.nbytes) for store, slot in held if slot.start <= moment <= slot.end]
+    now = [(values[store], slot.nbytes) for store, slot in held if slot.start <= moment <= slot.end]
     at = plan.items[moment].nodes[-1] if moment < len(plan.items) else None
-    return Usage(live, [_value_at(nodes, moment, plan) for nodes, _ in live], at, sum(plan.arena.values()))
+    live = [(nodes, _value_at(nodes, moment, plan), nbytes) for nodes, nbytes in now]
+    return Usage(live, at, sum(plan.arena.values()))
 
 
 def fullest(step: StepGraph) -> list[tuple[fx.Node, int]]:
     """The values in memory at the fullest moment of a program, each with the bytes of its buffer."""
-    usage = peak_usage(step)
-    return [(value, nbytes) for value, (_, nbytes) in zip(usage.values, usage.live, strict=True)]
+    return [(value, nbytes) for _, value, nbytes in peak_usage(step).live]
 
 
 def _value_at(nodes: list[fx.Node], moment: int, plan: Plan) -> fx.Node:

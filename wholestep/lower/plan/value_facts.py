@@ -42,7 +42,7 @@ RECYCLE_GRADIENTS_FROM = 1 << 25
 
 # Names that the generated program uses itself.
 _RESERVED = re.compile(
-    r"inputs|arena|fresh|loans|Loan|lend_.*|run|direct|torch|math|at|chain|clone_as_it_lies|filled|cells"
+    r"inputs|arena|fresh|loans|Loan|lend_.*|run|direct|torch|math|at|chain|clone_as_it_lies|cells"
     r"|offsets|s\d+|by_rows|parts|first|some|part|(list|chain|parts|result|new|object|given)_\d+|.*_rows|(number|tensors|aten|host)_.*"
     r"|.*_(cells|float32|float64|t)"
 )
