@@ -61,7 +61,10 @@ def _held(loss: Any) -> int:
     program = getattr(loss, "_latest", None)
     if program is None or isinstance(loss, nn.Module):
         return 0
-    return sum(half.held_bytes for half in (program().run, *(s.run for s in program().backward.served.values())))
+    halves = [program().run, *(served.run for served in program().backward.served.values())]
+    recyclers = [half._source.namespace["fresh"] for half in halves if "fresh" in half._source.namespace]
+    kept = (storage.nbytes() for one in recyclers for blocks in one._kept.values() for storage, _ in blocks)
+    return sum(sum(half._sizes.values()) for half in halves) + sum(kept)
 
 
 def _serve(variant: str, rows: int, pipe: Connection) -> None:

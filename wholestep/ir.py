@@ -175,8 +175,7 @@ class StepGraph:
 
     @property
     def outputs(self) -> list[fx.Node]:
-        (node,) = (node for node in self.graph.nodes if node.op == "output")
-        return list(node.args[0])
+        return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
 
 Pass = Callable[[StepGraph], StepGraph]
@@ -289,11 +288,13 @@ def check(step: StepGraph, stage: str) -> StepGraph:
         if node.op == "output":
             continue
         info(node)
-        target = node.target
-        if isinstance(target, OpOverload) and target._schema.is_mutable:
-            _fail(stage, nodes, position, f"{target} writes to an argument")
-        if node.op in ("call_module", "call_method"):
-            _fail(stage, nodes, position, f"{node.op} is not part of the IR")
+        why = f"{node.op} is not part of the IR" if node.op in ("call_module", "call_method") else ""
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
+            why = f"{node.target} writes to an argument"
+        if why:
+            near = nodes[max(0, position - 5) : position + 5]
+            lines = [f"{'>>' if one is node else '  '} {one.format_node()}" for one in near]
+            raise GraphError("\n".join([f"after {stage}: {why}", *lines]))
     placeholders = step.placeholders
     names = [str(node.target) for node in placeholders]
     if names != [i.name for i in step.signature.inputs]:
@@ -306,14 +307,6 @@ def check(step: StepGraph, stage: str) -> StepGraph:
         if new.shape != old.shape or new.dtype != old.dtype:
             raise GraphError(f"after {stage}: {step.signature.inputs[in_index].source} changes from {old} to {new}")
     return step
-
-
-def _fail(stage: str, nodes: list[fx.Node], position: int, why: str) -> None:
-    around = "\n".join(
-        f"{'>>' if i == position else '  '} {nodes[i].format_node()}"
-        for i in range(max(0, position - 5), min(len(nodes), position + 5))
-    )
-    raise GraphError(f"after {stage}: {why}\n{around}")
 
 
 def ancestors(

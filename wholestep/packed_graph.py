@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from wholestep.fake_layouts import is_plain, strict_fake_mode
+from wholestep.fake_layouts import is_plain, new_fake, strict_fake_mode
 from wholestep.ir import NodeInfo, StepGraph, set_info
 from wholestep.sizes import has_size, plain
 from wholestep.torch_compat import FakeTensor, lazy_graph_module, no_modes
@@ -107,11 +107,8 @@ class _Loader(pickle.Unpickler):
 
     def persistent_load(self, place: Any) -> Any:
         if isinstance(place, tuple):
-            return self._fake(*place) if len(place) == 4 else NodeInfo(*place)
+            return new_fake(self.mode, *place) if len(place) == 4 else NodeInfo(*place)
         if place < 0:
             return self.nodes[-1 - place]
         found = self.kept[place]
         return plain(found) if not self.sized and has_size(found) else found
-
-    def _fake(self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device) -> FakeTensor:
-        return FakeTensor(self.mode, torch.empty_strided(size, stride, dtype=dtype, device="meta"), device)

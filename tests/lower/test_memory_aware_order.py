@@ -10,7 +10,7 @@ from torch import nn
 
 import wholestep as ws
 from tests.lower.test_interpreter import compare
-from tests.support.lower_programs import Builder
+from tests.support.lower_programs import Builder, arena_bytes
 from wholestep.lower.fusion import blocking_collectives
 from wholestep.lower.plan.placement import ACCUMULATE, ROW_BY_ROW
 from wholestep.testing import run_ranks
@@ -66,7 +66,7 @@ def sharded_program(busy: bool) -> tuple[list[str], int, list[torch.Tensor]]:
     compiled = ws.compile(step, mesh=mesh, plan=ws.FullyShard("dp", gather="always"), fullgraph=True)
     compiled(torch.randn(512, 256))
     (program,) = compiled._capturer.known.programs.values()
-    return compiled.code.splitlines(), program.run.arena_bytes, [p.grad for p in model.parameters()]
+    return compiled.code.splitlines(), arena_bytes(program.run), [p.grad for p in model.parameters()]
 
 
 def collectives_of(lines: list[str]) -> list[str]:

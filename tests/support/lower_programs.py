@@ -376,3 +376,8 @@ def on_cuda(step: StepGraph, state_too: bool = True) -> StepGraph:
 
 def clone_inputs(inputs: list[Any]) -> list[Any]:
     return tree_map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, inputs)
+
+
+def arena_bytes(program: Any) -> int:
+    """Bytes that a program's arenas hold between calls, all devices together."""
+    return sum(program._sizes.values())

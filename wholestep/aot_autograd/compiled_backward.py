@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from wholestep.aot_autograd.autograd_graph import Engine, Structure, free, structure
-from wholestep.capture import Args, CalledCode, Kwargs, Snapshot, TensorInput
+from wholestep.capture import Args, Kwargs, Snapshot, TensorInput
 from wholestep.errors import CaptureError, GraphError, LoweringError, UnsupportedError
 from wholestep.torch_compat import FakeTensor, dispatch_modes_active, storage_id
 from wholestep.trace.operators.data_dependent_formulas import by_data
@@ -62,11 +62,8 @@ class Captures:
 class SavedSnapshot(Snapshot):
     """A snapshot of a backward: tensors with a history are data here, and the engine unpacks some of them anew."""
 
-    def __init__(
-        self, fn: Callable[..., Any], args: Args, kwargs: Kwargs, varying: frozenset[str] = frozenset(),
-        called: CalledCode | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(fn, args, kwargs, varying=varying, differentiable=False, called=called)
+    def __init__(self, fn: Callable[..., Any], args: Args, kwargs: Kwargs, **settings: Any) -> None:
+        super().__init__(fn, args, kwargs, differentiable=False, **settings)
         tensors, *_ = args
         self.by_place = {_place(t): self.tensors[id(t)] for t in reversed(tensors)}
 

@@ -224,14 +224,11 @@ def _gradients(
         raise UnsupportedError(what, "call backward() inside of the function", where=line_of(error)) from error
     kept = []
     for index, output in enumerate(outputs):
-        try:
-            _run([output], [tangents[index][0]], roots)
+        why = _refusal(output, tangents[index][0], roots)
+        if not why:
             kept.append(index)
-        except CaptureError:
-            raise
-        except (RuntimeError, NotImplementedError) as error:
-            spent = str(error).startswith(SECOND_TIME)  # by the first attempt, as what a checkpoint has kept
-            refused.append((output, together if spent else str(error)))
+        else:  # spent by the first attempt, as what a checkpoint has kept
+            refused.append((output, together if why.startswith(SECOND_TIME) else why))
     outputs, tangents = [outputs[i] for i in kept], [tangents[i] for i in kept]
     run = _run(outputs, [t for t, _ in tangents], roots) if kept else [[] for _ in roots]
     return outputs, [node for _, node in tangents], run
@@ -240,13 +237,18 @@ def _gradients(
 def _alone(output: Output) -> str:
     """What a later backward through a result of leaves that nobody else has is told: that it gives no gradient."""
     leaves = [Root(None, leaf, leaf) for leaf in leaves_of([output])]
+    return _refusal(output, torch.zeros_like(output.tensor), leaves) or NO_GRADIENT
+
+
+def _refusal(output: Output, tangent: torch.Tensor, roots: list[Root]) -> str:
+    """What autograd says where it cannot differentiate one result; "" where it can."""
     try:
-        _run([output], [torch.zeros_like(output.tensor)], leaves)
+        _run([output], [tangent], roots)
     except CaptureError:
         raise
     except (RuntimeError, NotImplementedError) as error:
         return str(error)
-    return NO_GRADIENT
+    return ""
 
 
 def _run(outputs: list[Output], tangents: list[torch.Tensor], roots: list[Root]) -> list[list[torch.Tensor]]:

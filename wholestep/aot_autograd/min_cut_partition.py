@@ -156,7 +156,7 @@ def min_cut_partition(joint: Joint, memory_budget: float = 1.0) -> Partitioned:
     if not 0 <= memory_budget <= 1:
         raise ValueError(f"memory_budget is {memory_budget}; it must be between 0 (fewest bytes) and 1 (least time)")
     joint = replace(joint, step=with_bool_masks(joint.step))
-    wanted = wanted_values(joint, late_nodes(joint))
+    wanted = wanted_values(joint)
     needed = ancestors(wanted)
     nodes = {node: index for index, node in enumerate(n for n in joint.step.graph.nodes if n in needed)}
     at_hand = lasting(joint)
@@ -169,18 +169,13 @@ def min_cut_partition(joint: Joint, memory_budget: float = 1.0) -> Partitioned:
     return split(joint, [ordered[index] for index in kept])
 
 
-def late_nodes(joint: Joint) -> set[fx.Node]:
-    """What only the backward can compute: all that follows from tangents and from its own effects."""
+def wanted_values(joint: Joint) -> set[fx.Node]:
+    """Values that the backward reads, or gives as gradients, and that follow from no tangent or effect of its own."""
     late: set[fx.Node] = set(joint.tangents)
     for node in joint.step.graph.nodes:
         if node.op == "call_function":
             if is_effect(node, "backward") or any(operand in late for operand in node.all_input_nodes):
                 late.add(node)
-    return late
-
-
-def wanted_values(joint: Joint, late: set[fx.Node]) -> set[fx.Node]:
-    """Values that the backward reads, or gives as gradients, and need not compute itself."""
     return ancestors(backward_roots(joint), until=lambda node: node not in late) - late
 
 
@@ -222,19 +217,13 @@ def keep_price(node: fx.Node, at_hand: set[fx.Node]) -> int | None:
         return None
     if node in at_hand:
         return 0
-    base = base_of(node)
+    base = view_base(node)
     if base is None:
         return nbytes(value)
+    while (above := view_base(base)) is not None:
+        base = above
     part = value.numel() < info(base).value.numel() and Geometry.of(value).is_dense
     return nbytes(value) + 1 if part else None
-
-
-def base_of(node: fx.Node) -> fx.Node | None:
-    """The value that a view shares memory with; None for a value of its own."""
-    base = view_base(node)
-    while base is not None and (above := view_base(base)) is not None:
-        base = above
-    return base
 
 
 aten = torch.ops.aten

@@ -217,12 +217,8 @@ class _Problem:
 
 def _may_run_again(node: fx.Node) -> bool:
     """Whether a call gives the same bits when it runs again, under the generator's state of then if it draws."""
-    return is_pure(node) or draws(node) or node.op == "get_attr" or _is_filled(node)
-
-
-def _is_filled(node: fx.Node) -> bool:
-    """Whether a value is memory that draws alone will fill."""
-    return node.target in EMPTY and all(map(draws, node.users))
+    filled = node.target in EMPTY and all(map(draws, node.users))  # memory that draws alone will fill
+    return filled or is_pure(node) or draws(node) or node.op == "get_attr"
 
 
 EMPTY = {torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default, torch.ops.aten.empty_strided.default}

@@ -7,7 +7,7 @@ DDPOptimizer cuts a forward where these end. Here a forward, its backward and th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -46,12 +46,8 @@ def bucket_parts(step: StepGraph) -> StepGraph:
 
 def _filled(nodes: Sequence[fx.Node], limits: Limits) -> list[int]:
     """The bucket of each node of a forward, the last one filled first, counted from the first node's."""
-    numbers = list(_from_end(nodes, limits))
-    return [numbers[-1] - number for number in reversed(numbers)]
-
-
-def _from_end(nodes: Sequence[fx.Node], limits: Limits) -> Iterator[int]:
     seen, number, size, limit = set[fx.Node](), 0, 0, 1
+    numbers: list[int] = []  # counted from the end
     made: set[fx.Node] = set()  # of parameters alone, as casts and transposes are: they go with who reads them
     for node in nodes:
         if node.all_input_nodes and all(operand in limits or operand in made for operand in node.all_input_nodes):
@@ -64,4 +60,5 @@ def _from_end(nodes: Sequence[fx.Node], limits: Limits) -> Iterator[int]:
             if parameter in limits and parameter not in seen:  # a tied one counts where its gradient is complete last
                 seen.add(parameter)
                 size, limit = size + nbytes(info(parameter).value), limits[parameter][min(number, 1)]
-        yield number
+        numbers.append(number)
+    return [number - one for one in reversed(numbers)]

@@ -185,12 +185,11 @@ class Memory:
 def memory_of(step: StepGraph) -> Memory:
     """The memory of a graph as the `aten` backend runs it."""
     held: dict[Kind, int] = dict.fromkeys(KINDS, 0)
-    for node, item in zip(step.placeholders, step.signature.inputs, strict=True):
-        value = info(node).value
-        if isinstance(value, torch.Tensor):
-            held[_INPUTS[item.kind]] += value.numel() * value.itemsize
-    found = peak_usage(step)
     kinds = {node.name: item.kind for node, item in zip(step.placeholders, step.signature.inputs, strict=True)}
+    for node in step.placeholders:
+        if isinstance(info(node).value, torch.Tensor):
+            held[_INPUTS[kinds[node.name]]] += nbytes(info(node).value)
+    found = peak_usage(step)
     gradients = {name for g in step.signature.gradients for name in (g.before, g.after)}
     for nodes, _, size in found.live:
         held[_class_of(nodes, gradients, kinds)] += size

@@ -65,32 +65,28 @@ class Served:
         return found
 
 
-@dataclass
 class Backward:
     """The backward of a program, and what it needs of the forward.
+
+    Args:
+        lower: makes a program of a backward graph.
+        exact: whether tangents are read as they are, as in eager; else copied into the layout that was traced.
 
     Attributes:
         halves: both graphs.
         saved: see `Partitioned.places`.
-        lower: makes a program of a backward graph.
-        exact: whether tangents are read as they are, as in eager; else copied into the layout that was traced.
         served: strides of the tangents (None for one that is None) -> the program for them; with storage offsets,
             where it depends on these.
         reasons: why more than one was made.
     """
 
-    halves: Partitioned
-    lower: Callable[[StepGraph], Run]
-    exact: bool
-    saved: list[tuple[str, int]] = field(init=False)
-    served: dict[tuple[Any, ...], Served] = field(default_factory=dict)
-    reasons: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.saved = self.halves.places
-        values = [info(node).value for node in self.halves.backward.placeholders[len(self.saved) :]]
+    def __init__(self, halves: Partitioned, lower: Callable[[StepGraph], Run], exact: bool) -> None:
+        self.halves, self.lower, self.exact, self.saved = halves, lower, exact, halves.places
+        self.served: dict[tuple[Any, ...], Served] = {}
+        self.reasons: list[str] = []
+        values = [info(node).value for node in halves.backward.placeholders[len(self.saved) :]]
         self._traced = tuple((tuple(v.shape), tuple(v.stride()), v.dtype, v.device) for v in values)
-        if not self.exact:
+        if not exact:
             _ = self.first  # the user's compiler fails, if it does, before anything has run
 
     @cached_property

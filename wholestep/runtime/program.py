@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -16,7 +16,6 @@ from wholestep.runtime.backward_programs import Backward, Run, consuming
 from wholestep.trace import Traced
 
 
-@dataclass
 class Program:
     """A graph after all passes and the callable that a backend made of it.
 
@@ -31,22 +30,14 @@ class Program:
         placements, kept: of each input and of each output, as the graph's records have them.
     """
 
-    graph: InitVar[StepGraph]
-    run: Run
-    backward: Backward | None = None
-    consume: Callable[[list[Any]], Sequence[Any]] = field(init=False)
-    packed: Packed = field(init=False)
-    sizes: Any = field(init=False)
-    placements: list[Any] = field(init=False)
-    kept: list[Any] = field(init=False)
-
-    def __post_init__(self, graph: StepGraph) -> None:
-        self.consume = consuming(self.run)
-        self.packed, self.sizes = Packed(graph), graph.signature.sizes
+    def __init__(self, graph: StepGraph, run: Run, backward: Backward | None = None) -> None:
+        self.run, self.consume, self.backward = run, consuming(run), backward
+        self.packed = Packed(graph)
+        self.sizes: Any = graph.signature.sizes
         self.placements = [info(node).placement for node in graph.placeholders]
         self.kept = [info(node).placement if isinstance(node, fx.Node) else None for node in graph.outputs]
-        keep = getattr(self.run, "keep", None)
-        if keep is not None and self.backward is None:  # else it is the program of another graph, of the forward
+        keep = getattr(run, "keep", None)
+        if keep is not None and backward is None:  # else it is the program of another graph, of the forward
             keep(self.packed)
 
     @property

@@ -22,7 +22,7 @@ from wholestep.errors import LoweringError
 from wholestep.ir import Signature, StepGraph, dead_code
 from wholestep.lower.backends.interpreter import interpret
 from wholestep.lower.codegen import emit
-from wholestep.lower.codegen.bind_memory import Loan, Recycler, arena_memory
+from wholestep.lower.codegen.bind_memory import Loan, arena_memory
 from wholestep.lower.fusion.blocked_matmuls import split_fused_updates
 from wholestep.lower.fusion.blocking_collectives import late_starts
 from wholestep.lower.fusion.compiled_regions import Awaited, with_kernels
@@ -116,17 +116,6 @@ class Program:
         self._runs: dict[tuple[int, ...], Callable[[Sequence[Any]], list[Any]]] = {}  # by sizes
         self._bound: dict[str, Any] = {}  # globals of the program, but for the sizes
         self._tensors: list[weakref.ref[Any]] = []
-
-    @property
-    def arena_bytes(self) -> int:
-        """Bytes that its arenas hold between calls, all devices together."""
-        return sum(self._sizes.values())
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that it holds between calls: arenas, blocks kept for big results."""
-        recycler = self._source.namespace.get("fresh")
-        return self.arena_bytes + (recycler.nbytes if isinstance(recycler, Recycler) else 0)
 
     def __call__(self, *inputs: Any) -> list[Any]:
         """Runs one step."""

@@ -43,11 +43,6 @@ class Recycler:
     def __init__(self) -> None:
         self._kept: dict[int, list[tuple[torch.UntypedStorage, int]]] = {}
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the blocks that it keeps."""
-        return sum(storage.nbytes() for kept in self._kept.values() for storage, _ in kept)
-
     def __call__(self, key: int, shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         """A tensor on memory that it alone has; ``key`` tells a program's results apart."""
         kept = self._kept.setdefault(key, [])

@@ -38,14 +38,6 @@ _HELPERS = {
 }  # fmt: skip
 
 
-class _Straight(list[str]):
-    """The lines of a call that may run beside its neighbours with no Python between them."""
-
-    def __init__(self, lines: list[str], row: str) -> None:
-        super().__init__(lines)
-        self.row = row
-
-
 class ProgramText:
     """Takes lines in the order in which they run, and spells what they are made of.
 
@@ -64,7 +56,8 @@ class ProgramText:
         self.lasting: set[str] = set()
         self.assigned: set[str] = set()
         self.in_rows: dict[str, str] = {}
-        self._step: list[str | list[str]] = []
+        # lines; those that are written later; those of a straight call, and its row
+        self._step: list[str | list[str] | tuple[list[str], str]] = []
         self._binding: list[str] = []
         self._binding_of_sizes: list[str] = []
         self._sizes = plan.step.signature.sizes
@@ -100,7 +93,7 @@ class ProgramText:
         if row is None:
             self._step += lines
         else:
-            self._step.append(_Straight(lines, f"({row[0]!r}, {row[1]!r}, ({commas(map(repr, row[2]))},), {row[3]!r})"))
+            self._step.append((lines, f"({row[0]!r}, {row[1]!r}, ({commas(map(repr, row[2]))},), {row[3]!r})"))
 
     def assign(self, target: str, text: str, comment: str | fx.Node = "", names: Iterable[str] = ()) -> None:
         """A line that gives a variable a value, or several, whose names are given beside the target's text."""
@@ -129,8 +122,7 @@ class ProgramText:
 
     def text(self, head: str) -> str:
         """The whole program."""
-        step = [line for lines in self._in_rows() for line in ([lines] if isinstance(lines, str) else lines)]
-        made = []
+        step, made = list(self._in_rows()), []
         for dtype, numbers in self._cells.items():
             short = _short(dtype)
             made.append(f"{short}_cells, tensors_{short} = cells([{commas(map(literal, numbers))}], {dtype})")
@@ -140,16 +132,17 @@ class ProgramText:
             *made, *self._binding, "",
         ])  # fmt: skip
 
-    def _in_rows(self) -> Iterator[str | list[str]]:
+    def _in_rows(self) -> Iterator[str]:
         """The step's lines, with straight calls in a row as one."""
         number = itertools.count()
         for kind, group in itertools.groupby(self._step, type):
-            calls = [*group]
-            if kind is _Straight and len(calls) > 1:
-                rows = commas(call.row for call in calls)  # type: ignore[union-attr]
+            calls: list[Any] = [*group]
+            own = calls if kind is str else [line for call in calls for line in (call[0] if kind is tuple else call)]
+            if kind is tuple and len(calls) > 1:
+                rows = commas(row for _, row in calls)
                 name = self.bind(f"straight_{next(number)}", f"straight([{rows}], globals())")
-                calls = [f"{name}()", *(f"#   {line}" for call in calls for text in call for line in text.split("\n"))]
-            yield from calls
+                own = [f"{name}()", *(f"#   {line}" for text in own for line in text.split("\n"))]
+            yield from own
 
     def text_of_sizes(self) -> str:
         """What is made for each size, with the symbols among its globals; "" for a program of one size."""

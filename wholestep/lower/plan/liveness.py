@@ -66,12 +66,9 @@ class Liveness:
 
     def _is_constant(self, node: fx.Node) -> bool:
         value = info(node).value
-        if not isinstance(node.target, OpOverload) or is_effectful(node) or is_wait(node.target):
+        if not isinstance(node.target, OpOverload) or not isinstance(value, torch.Tensor) or is_effectful(node):
             return False
-        if not isinstance(value, torch.Tensor):
-            return False
-        name = base_name(node.target)
-        if self.items[self.item_of[node]].kind != "single" or name.startswith(("empty", "new_empty")):
+        if self.items[self.item_of[node]].kind != "single" or base_name(node.target).startswith(("empty", "new_empty")):
             return False
         if node.target in FILLS:
             fixed = not isinstance(fill_number(node), fx.Node)
@@ -117,12 +114,10 @@ class Liveness:
     def peel(self, node: Any) -> Any:
         """The value that a clone, detach or alias repeats."""
         while isinstance(node, fx.Node) and node.op == "call_function" and node not in self.fixed:
-            base = base_of(node)
-            if base is None or not all(isinstance(info(n).value, torch.Tensor) for n in (base, node)):
-                return node
-            if layout(info(base).value) != layout(info(node).value):
-                return node
-            if not (node.target in COPIES or base_name(node.target) in ("detach", "alias", "lift_fresh")):  # type: ignore[arg-type]
+            op = node.target
+            named = isinstance(op, OpOverload) and base_name(op) in ("detach", "alias", "lift_fresh")
+            base = base_of(node) if named or op in COPIES else None
+            if base is None or layout(info(base).value) != layout(info(node).value):
                 return node
             node = base
         return node

@@ -17,12 +17,9 @@ from wholestep.lower.fusion.execution_order import Item
 from wholestep.lower.plan.arena import SHARED, Slot, peak, place
 from wholestep.lower.plan.buffer_reuse import BufferReuse
 from wholestep.lower.plan.liveness import Liveness
-from wholestep.lower.plan.placement import InputMemory, Placement, Store
+from wholestep.lower.plan.placement import Placement, Store
 from wholestep.lower.plan.value_facts import origin_of
 from wholestep.sizes import plain
-
-_IN_PLACE = ("all_reduce",)
-_OUT_OF_PLACE = ("reduce_scatter", "all_gather")
 
 
 @dataclass
@@ -57,17 +54,14 @@ def make_plan(step: StepGraph, items: list[Item], held: frozenset[str] = frozens
     """
     live = Liveness(step, items, held)
     reuse = Placement(live)
-    InputMemory(reuse)
     BufferReuse(reuse)
     plan = Plan(step, items, live, reuse, _last_uses(live, reuse))
     for store in reuse.stores:
         store.slot = _slot(store, plan)
-    for node in live.nodes:
-        if _works_on_shared_memory(node):
-            shared: Any = node if base_name(node.target) in _IN_PLACE else node.args[0]  # type: ignore[arg-type]
-            store = reuse.store[live.root[shared]]
-            if store.kind == "arena" and store.slot is not None:
-                store.slot.device = SHARED
+    for node in filter(None, map(_in_shared_memory, live.nodes)):
+        store = reuse.store[live.root[node]]
+        if store.kind == "arena" and store.slot is not None:
+            store.slot.device = SHARED
     slots = [store.slot for store in reuse.stores if store.kind in ("arena", "lent", "rows") and store.slot is not None]
     needed = [slot.nbytes for slot in slots]
     for slot in slots:
@@ -115,8 +109,10 @@ def _slot(store: Store, plan: Plan) -> Slot | None:
     return Slot(value.numel() * value.itemsize, start, end, str(value.device), guest=guest, pieces=pieces)
 
 
-def _works_on_shared_memory(node: fx.Node) -> bool:
-    """True for a collective over a transport that takes what others give from shared memory, if it lies there."""
-    if not is_collective(node.target) or base_name(node.target) not in (*_IN_PLACE, *_OUT_OF_PLACE):  # type: ignore[arg-type]
-        return False
-    return comm.is_initialized() and comm.get_group(node.args[-1]).backend_name == "shm"  # type: ignore[arg-type]
+def _in_shared_memory(node: fx.Node) -> fx.Node | None:
+    """What a collective's transport takes from shared memory if it lies there: its operand, or it itself, in place."""
+    name = base_name(node.target) if is_collective(node.target) else ""  # type: ignore[arg-type]
+    if name not in ("all_reduce", "reduce_scatter", "all_gather") or not comm.is_initialized():
+        return None
+    given: Any = node if name == "all_reduce" else node.args[0]
+    return given if comm.get_group(node.args[-1]).backend_name == "shm" else None  # type: ignore[arg-type]

@@ -60,45 +60,6 @@ class _Names(dict[fx.Node, str]):
         return variable(node)
 
 
-class Placement:
-    """What is decided of a program's values: first of new values of inputs, then of all others.
-
-    Attributes:
-        how: the way each call is carried out.
-        store: where each value lives; stores: all pieces of memory but inputs, in the order in which they are needed.
-        name: the variable that holds each value; values in one place with one layout share it.
-        offset: bytes from the start of its store to a value that lies in a part of it: its place in a `cat`, or this
-            rank's rows of what a reduce-scatter reduces.
-        copies: item index -> (input index, node) copied after that item.
-        unpacked: `cat` -> (operand, first element, elements) of what must be copied; the rest is computed in place.
-    """
-
-    def __init__(self, live: Liveness) -> None:
-        self.live, self.root = live, live.root
-        self.how: dict[fx.Node, How] = {}
-        self.store = {node: Store("constant") for node in live.step.graph.nodes if node.op == "get_attr"}
-        self.store |= {node: Store("input", index) for index, node in enumerate(live.inputs)}
-        self.stores: list[Store] = []
-        self.name = _Names()
-        self.offset: dict[fx.Node, int] = {}
-        self.copies: dict[int, list[tuple[int, fx.Node]]] = {}
-        self.unpacked: dict[fx.Node, list[tuple[fx.Node, int, int]]] = {}
-
-    def new(self, node: fx.Node, kind: Any) -> Store:
-        """Memory for a value alone."""
-        store = self.store[node] = Store(kind, values=[node])
-        self.stores.append(store)
-        return store
-
-    def share(self, node: fx.Node, old: fx.Node, name: str = "") -> None:
-        """Puts a value where another one lies."""
-        root = self.root[old]
-        self.store[node], self.name[node] = self.store[root], name or self.name[old]
-        self.store[node].values.append(node)
-        if root in self.offset:
-            self.offset[node] = self.offset[root]
-
-
 # CPU kernels whose result may lie over the first operand: they read all of a row before they write it, or add to it.
 ROW_BY_ROW = {
     aten._softmax.default, aten._log_softmax.default,
@@ -138,14 +99,47 @@ def may_write_over(live: Liveness, node: fx.Node, root: fx.Node, how: How) -> bo
     return how == "copy" or is_pointwise(node.target)
 
 
-class InputMemory:
-    """Places new values of inputs, with the values that they are made from as far back as can be."""
+class Placement:
+    """What is decided of a program's values: first of new values of inputs, then of all others.
 
-    def __init__(self, placed: Placement) -> None:
-        self.placed, self.live, self.root = placed, placed.live, placed.root
-        self.store, self.how = placed.store, placed.how
-        for out, into in self.live.step.signature.mutations.items():
-            self._place_mutation(self.live.peel(self.live.outputs[out]), into)
+    Attributes:
+        how: the way each call is carried out.
+        store: where each value lives; stores: all pieces of memory but inputs, in the order in which they are needed.
+        name: the variable that holds each value; values in one place with one layout share it.
+        offset: bytes from the start of its store to a value that lies in a part of it: its place in a `cat`, or this
+            rank's rows of what a reduce-scatter reduces.
+        copies: item index -> (input index, node) copied after that item.
+        unpacked: `cat` -> (operand, first element, elements) of what must be copied; the rest is computed in place.
+    """
+
+    def __init__(self, live: Liveness) -> None:
+        self.live, self.root = live, live.root
+        self.how: dict[fx.Node, How] = {}
+        self.store = {node: Store("constant") for node in live.step.graph.nodes if node.op == "get_attr"}
+        self.store |= {node: Store("input", index) for index, node in enumerate(live.inputs)}
+        self.stores: list[Store] = []
+        self.name = _Names()
+        self.offset: dict[fx.Node, int] = {}
+        self.copies: dict[int, list[tuple[int, fx.Node]]] = {}
+        self.unpacked: dict[fx.Node, list[tuple[fx.Node, int, int]]] = {}
+        for out, into in live.step.signature.mutations.items():
+            self._place_mutation(live.peel(live.outputs[out]), into)
+
+    def new(self, node: fx.Node, kind: Any) -> Store:
+        """Memory for a value alone."""
+        store = self.store[node] = Store(kind, values=[node])
+        self.stores.append(store)
+        return store
+
+    def share(self, node: fx.Node, old: fx.Node, name: str = "") -> None:
+        """Puts a value where another one lies."""
+        root = self.root[old]
+        self.store[node], self.name[node] = self.store[root], name or self.name[old]
+        self.store[node].values.append(node)
+        if root in self.offset:
+            self.offset[node] = self.offset[root]
+
+    # New values of inputs, with the values that they are made from as far back as can be
 
     def _place_mutation(self, node: Any, into: int) -> None:
         """Computes an input's new value in the input's own memory, else has it copied there once nobody reads that."""
@@ -161,7 +155,7 @@ class InputMemory:
         item = max([live.item_of.get(node, -1), *(live.item_of.get(reader, last) for reader in live.readers[old])])
         if self.root[node] in self.store and self.store[self.root[node]].kind == "input":
             item = last
-        self.placed.copies.setdefault(item, []).append((into, node))
+        self.copies.setdefault(item, []).append((into, node))
 
     def _place_in_input(self, node: fx.Node, old: fx.Node) -> bool:
         """Places a value in an input's memory, and those before it that it is made from, as far back as can be."""
@@ -200,7 +194,7 @@ class InputMemory:
             elif is_pointwise(node.target) and not any(self.root[o] is old for o in operands):
                 before = [o for o in operands if self._may_precede(o, node, found)]
         for node, found in reversed(chain):
-            self.placed.share(node, old)
+            self.share(node, old)
             if isinstance(found, Written):
                 found.in_place = True
             else:
@@ -248,7 +242,7 @@ class InputMemory:
             return False
         if any(live.read_time(r, old) >= live.position[maker] for r in readers if r is not maker):
             return False
-        self.placed.share(new, old, variable(rows))
+        self.share(new, old, variable(rows))
         if entry is None:
             self.how[new] = "out"
         else:
