@@ -95,10 +95,10 @@ def test_arguments_of_newer_releases_are_served_or_refused():
     assert len(sizes) > 1 and sum(sizes) == total and sizes[0] < sizes[1]
 
 
-def test_ignored_parameters_and_saved_states():
+def test_ignored_parameters_saved_states_and_later_buffers():
     one, two = run_ranks(programs.ignores_and_saves, 2, "thread")
-    assert one == [[0.0, 0.0], [1.0, 1.0], "module.0.weight", [2.0]]
-    assert two == [[1.0, 1.0], [2.0, 2.0], "module.0.weight", [2.0]]
+    assert one == [[0.0, 0.0], [1.0, 1.0], "module.0.weight", [7.0], [2.0]]
+    assert two == [[1.0, 1.0], [2.0, 2.0], "module.0.weight", [7.0], [2.0]]
 
 
 F32, F64 = torch.float32, torch.float64

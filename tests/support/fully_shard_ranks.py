@@ -391,6 +391,12 @@ def mistakes() -> dict[str, str]:
             model[1].weight.add_(1)
         loss.backward()
 
+    def given_other_memory_between() -> None:
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), reshard_after_forward=True)
+        loss = model(torch.ones(2, 4)).sum()
+        model[1].weight.data = model[1].weight.data + 1
+        loss.backward()
+
     def exchanged() -> None:
         model = fully_shard(nn.Linear(4, 4))
         model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
@@ -458,6 +464,7 @@ def mistakes() -> dict[str, str]:
     note("parameters", lambda: fully_shard(Alone())(torch.ones(2, 4), "ab"[rank]).sum().backward())
     note("written", lambda: fully_shard(Writes(4, 4))(torch.ones(2, 4)).sum().backward())
     note("stepped", stepped_between)
+    note("other memory", given_other_memory_between)
     note("exchanged", exchanged)
     note("missing", lambda: linear.load_state_dict({"weight": torch.ones(4, 4)}))
     note("size", lambda: linear.load_state_dict({"weight": torch.ones(3, 4), "bias": torch.ones(4)}))

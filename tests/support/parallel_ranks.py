@@ -258,15 +258,19 @@ def failing_hook(name: str) -> str:
 
 
 def ignores_and_saves() -> list[Any]:
-    """An ignored parameter's gradient and value; whether own and foreign states of the wrapper load."""
+    """An ignored parameter's gradient and value; whether own and foreign states of the wrapper load; a later buffer."""
     rank = comm.get_rank()
     model = nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 2))
+    model.register_buffer("early", torch.zeros(1))
     nn.init.constant_(model[1].bias, rank)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.bias"])
     wrapped = DistributedDataParallel(model)
+    model[0].register_buffer("later", torch.tensor([7.0 - rank]))
+    del model.early
     (wrapped(torch.ones(1, 8)) * (rank + 1)).sum().backward()
     state = {name: torch.full_like(one, 2.0) for name, one in model.state_dict().items()}
     result = [model[1].bias.tolist(), model[1].bias.grad.tolist(), list(wrapped.state_dict())[0]]
+    result.append(model[0].later.tolist())
     wrapped.load_state_dict(state)
     wrapped.load_state_dict(wrapped.state_dict())
     return [*result, model[0].weight.unique().tolist()]

@@ -84,17 +84,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.gradient_as_bucket_view, self.static_graph = gradient_as_bucket_view, static_graph
         self.require_backward_grad_sync = True
         self.has_joined = False
-        ignored = set(getattr(module, IGNORED, ()))
-        own = [(name, one) for name, one in module.named_parameters() if name not in ignored]
+        self._ignored = frozenset(getattr(module, IGNORED, ()))
+        own = [(name, one) for name, one in module.named_parameters() if name not in self._ignored]
         self._own = [one for _, one in own]
         self._named = named = [(name, one) for name, one in own if one.requires_grad]
-        self._named_buffers = [
-            (owner, name)
-            for prefix, owner in module.named_modules()
-            for name in owner._buffers
-            if f"{prefix}.{name}".lstrip(".") not in ignored
-        ]
-        self._syncs_buffers = self._buffers_due = self.forward_sync_buffers and bool(self._named_buffers)
+        self._syncs_buffers = self._buffers_due = self.forward_sync_buffers and bool(self._buffers_now())
         self.device_ids = [torch.device("cuda", d) if isinstance(d, int) else d for d in device_ids or []]
         _check(named, self.device_ids)
         if init_sync:
@@ -287,8 +281,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     _register_builtin_comm_hook, _get_ddp_logging_data = register_builtin_comm_hook, logging_data  # torch's names
 
     def _buffers_now(self) -> list[torch.Tensor]:
-        found = [owner._buffers[name] for owner, name in self._named_buffers]
-        return [one for one in found if one is not None]
+        """Those of later, too, as a parametrization's."""
+        return [one for name, one in self.module.named_buffers() if name not in self._ignored]
 
     def _broadcast(self, tensors: list[torch.Tensor], source: int) -> None:
         """The tensors of a rank of the group become all ranks'."""

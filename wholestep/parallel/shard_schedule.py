@@ -326,7 +326,7 @@ class ParameterGroup:
         Raises:
             RuntimeError: the parameters have changed since the forward.
         """
-        if stamp != [one._version for one in bucket.parameters]:
+        if stamp != bucket.stamp_now():
             raise RuntimeError(
                 f"fully_shard: parameters of {self.name} changed between forward and backward, which needs them as "
                 "they were: step the optimizer after the backward"

@@ -94,7 +94,7 @@ class ShardBucket:
     Attributes:
         number: among all of a root's.
         whole: the gathered parameters, as long as they are there.
-        stamp: the versions of the parts that they were gathered from.
+        stamp: that of the parts that they were gathered from: how often they got other memory, and their versions.
         syncs: whether gradients are reduced, or kept.
     """
 
@@ -109,12 +109,14 @@ class ShardBucket:
         self.syncs = True
         self.kept: list[torch.Tensor | None] = [None] * len(members)
         self._coming: tuple[comm.Work | None, torch.Tensor, torch.Tensor] | None = None
+        self._laid_out = 0
         self._lay_out()
 
     @torch.no_grad()
     def _lay_out(self) -> None:
         """Makes the parameters' data views of one flat tensor."""
         self.drop()
+        self._laid_out += 1
         dtypes = {one.dtype for one in self.parameters}
         if len(dtypes) > 1:
             raise RuntimeError(
@@ -151,6 +153,10 @@ class ShardBucket:
             self._lay_out()
         return self.flat
 
+    def stamp_now(self) -> list[int]:
+        """The parts' stamp."""
+        return [self._laid_out, *(one._version for one in self.parameters)]
+
     # Gathering
 
     @torch.no_grad()
@@ -161,14 +167,14 @@ class ShardBucket:
             Whether it began.
         """
         with plain_subclasses():  # a microsecond less for each parameter
-            flat, versions = self._checked(), [one._version for one in self.parameters]
-        if (self.whole is not None or self._coming is not None) and self.stamp == versions:
+            flat, stamp = self._checked(), self.stamp_now()
+        if (self.whole is not None or self._coming is not None) and self.stamp == stamp:
             return False
         self.drop()
         policies, group = self.policies, self.policies.group
         source = flat.to(policies.device, policies.computes(flat))
         gathered = memory_for(group, group.size() * len(flat), source.dtype, policies.device)
-        self.stamp = versions
+        self.stamp = stamp
         with noted(_ELSEWHERE.format("gathers {}"), self.members):
             work = comm.all_gather_into_tensor(gathered, source, group, async_op)
         self._coming = work, gathered, source
