@@ -127,6 +127,35 @@ def test_each_pure_operator_with_a_gradient(op: str) -> None:
     )
 
 
+@pytest.mark.parametrize("how", [1, 2, 3])  # as `view_same`, `t` and `slice` give it
+def test_a_view_among_the_inputs_learns(how: int) -> None:
+    learns, backward = Instruction("requires_grad_", 1, 1, 0, 0, False), Instruction("backward", 1, 1, 0, 0, False)
+    judge(Program((InputSpec(3, 0, False, -1, 0), InputSpec(0, 0, False, 0, how)), (learns, backward), (1,)))
+
+
+def test_the_gradient_of_a_view_among_the_inputs() -> None:
+    def make(seed: int) -> World:
+        def step(x: Tensor) -> Tensor:
+            x.grad = x.grad * 2
+            return x + x.grad
+
+        x = torch.ones(4)[1:]
+        x.grad = torch.ones(3)
+        return World(step, [(x,)], {"x": x})
+
+    assert_same_run(make, steps=3)
+
+
+@pytest.mark.parametrize("op", ["fill_", "masked_fill_", "index_fill_"])
+def test_a_fill_by_an_element_of_what_it_fills(op: str) -> None:
+    where = {"fill_": (), "masked_fill_": (torch.arange(6) % 2 > 0,), "index_fill_": (0, torch.tensor([1, 4]))}[op]
+
+    def step(x: Tensor) -> None:
+        getattr(x, op)(*where, x[2])
+
+    assert_same_run(lambda seed: World(step, [(torch.arange(6.0),)]), steps=2)
+
+
 @pytest.mark.parametrize("there", [0, 1, 5])
 def test_elements_outside_of_the_memory(there: int) -> None:
     def make(seed: int) -> World:

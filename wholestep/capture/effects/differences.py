@@ -230,11 +230,13 @@ def _differences(snap: Snapshot, container: Container, described: _Described) ->
     at_end, lifted = described.calls == len(snap.substitutes.noted), snap.substitutes.lifted
     first = {k: lifted.get((id(container.value), k), v) if type(k) in (str, int) else v
              for k, v in container.before.items()} if lifted else container.before
-    before, now = _around(snap, described.calls, id(container), first, kind.read(container.value) if at_end else {})
+    value = snap.substitutes.aliases.of.get(id(container.value)) if kind is kinds.TENSOR else None  # of a view
+    value = container.value if value is None or container.value.requires_grad else value
+    before, now = _around(snap, described.calls, id(container), first, kind.read(value) if at_end else {})
     if len(now) != len(before) or not all(map(_same_entry, now.items(), before.items())):
         container.changed = True
         if kind is kinds.TENSOR:
-            yield from _tensor_differences(container, now, described)
+            yield from _tensor_differences(container, now, value.grad_fn is not None, described)
         elif kind in (kinds.LIST, kinds.SET, kinds.DEQUE):
             yield _new_contents(container, now, before, described)
         else:
@@ -292,8 +294,10 @@ def _moved(now: Contents, before: Contents) -> dict[Any, None]:
     return dict.fromkeys(key for key in [*now][kept:] if key in before)
 
 
-def _tensor_differences(container: Container, now: Contents, described: _Described) -> Iterator[changes.Effect]:
-    source, has_history = container.source, container.value.grad_fn is not None
+def _tensor_differences(
+    container: Container, now: Contents, has_history: bool, described: _Described
+) -> Iterator[changes.Effect]:
+    source = container.source
     for name, value in now.items():
         if _unchanged(value, container.before[name]) or (name == "requires_grad" and has_history):
             continue  # with a history comes the flag

@@ -106,6 +106,8 @@ class DetachedAliases:
                 alias = HistoryRoot.apply(torch.zeros((), requires_grad=True), tensor.detach())  # type: ignore[no-untyped-call]
         else:
             alias = tensor.detach()
+        if not tensor.requires_grad and not alias.requires_grad:
+            alias.grad = tensor.grad
         alias.__dict__ = vars(tensor)
         self.of[id(tensor)] = alias
         beginning: Any = alias.grad_fn if base is None else None

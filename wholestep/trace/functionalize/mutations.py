@@ -45,7 +45,8 @@ class Mutations:
         written = self._written(func, args, kwargs, written_arguments(func))
         copies_itself = func is aten.copy_.default and self._same_elements(args[0], args[1])
         _refuse_repeats(func, [self.inputs.ref(t) for t in written], copies_itself)
-        if not in_loop and not func._schema.name.endswith("_copy"):  # which copies a view of what it is given
+        # what is read first: copies of views, and values of fills
+        if not in_loop and func not in tables.FILLS_BY_TENSOR and not func._schema.name.endswith("_copy"):
             self._refuse_partial_overlap(written, args, kwargs)
         out = None
         if not in_loop:

@@ -139,6 +139,9 @@ ROUNDS_FIRST = {
     aten._foreach_mul_.ScalarList: aten._foreach_mul.List,
 }
 
+# Operators that read a tensor of one number before they write, which may lie in what they write.
+FILLS_BY_TENSOR = {aten.fill_.Tensor, aten.masked_fill_.Tensor, aten.index_fill_.int_Tensor}
+
 
 def _returns_written(op: OpOverload, candidate: OpOverload) -> bool:
     """The candidate's results are the new values of the written arguments, one for one."""
