@@ -166,9 +166,10 @@ def _between(
 
 def _refuse_required(recorder: Recorder, given: list[Root]) -> None:
     """A replay sets an input's `requires_grad` last, when results have their history."""
+    world = recorder.inputs.world
     for item in (root.item for root in given):
         assert item is not None and isinstance(item.value, torch.Tensor)
-        before = recorder.inputs.world.reachable.metadata.get(id(item.value))
+        before = world.reachable.metadata.get(id(world.substitutes.original(item.value)))
         if before is not None and not before[META.index("requires_grad")] and item.value.requires_grad:
             what = f"{item.source} is made to require grad, and results depend on it that the step gives back"
             raise UnsupportedError(what, remedy="set requires_grad before the call, or call backward() inside")
