@@ -3,7 +3,7 @@
 Private attributes of torch's objects are also read where they are needed: ``_base``, ``_version``, ``_is_view()`` and
 ``_backward_hooks`` of tensors, ``_schema`` of operators, ``_saved_…`` of autograd nodes, ``_forward_cls`` of contexts.
 Each name says what it is for; `tests/project/test_torch_compat.py` fails when one of them moves.
-May import: nothing of the package.
+May import: cached_property.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ from torch.utils._pytree import SUPPORTED_NODES as PYTREE_NODES  # noqa: F401
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._sympy.printers import PythonPrinter
+
+from wholestep.cached_property import cached_by_class
 
 without_autocast: Callable[[], AbstractContextManager[object]] = torch._C._DisableAutocast
 """Context manager: no device casts."""
@@ -167,7 +169,7 @@ def is_packed(node: Any) -> bool:
     return any(hook is not None and not str(hook.__module__).startswith("torch.") for hook in hooks)
 
 
-@cache
+@cached_by_class
 def _saved_names(kind: type) -> tuple[str, ...]:
     return tuple([name for name in dir(kind) if name.startswith("_raw_saved_")])
 
@@ -193,6 +195,7 @@ _REFUSALS = {
     "no fake impl registered": "operator",
     "NestedTensorImpl": "operator",
     "its data is not allocated yet": "memory",
+    "_share_fd_: only available on CPU": "memory",
     "on tensor with symbolic sizes/strides": "symbols",
 }
 

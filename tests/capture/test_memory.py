@@ -84,3 +84,21 @@ def test_a_generator_among_the_arguments_is_not_kept_alive() -> None:
     assert alive() is None
     other, same = (torch.Generator().manual_seed(1) for _ in range(2))
     assert torch.equal(compiled(torch.ones(2), other), 1 + torch.rand(2, generator=same))
+
+
+def test_classes_of_modules_are_freed() -> None:
+    """With all that their methods close over."""
+
+    def alive() -> weakref.ref[torch.nn.Parameter]:
+        weight = torch.nn.Parameter(torch.ones(3))
+
+        class Scale(torch.nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return weight * x
+
+        assert torch.equal(ws.compile(Scale())(torch.ones(3)), torch.ones(3))
+        return weakref.ref(weight)
+
+    ref = alive()
+    gc.collect()
+    assert ref() is None

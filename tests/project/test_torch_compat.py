@@ -304,6 +304,7 @@ def _with_a_symbol() -> tuple[Any, ...]:
         (lambda: torch.ops.wholestep_test_compat.without_a_rule(torch.ones(1)), "operator"),
         (lambda: torch._nested_tensor_from_mask(torch.ones(1, 2, 1), torch.ones(1, 2) > 0), "operator"),
         (lambda: torch.lstm(*_with_a_symbol()), "symbols"),
+        (lambda: torch.ones(3).share_memory_(), "memory"),
         (lambda: torch.ones(3) @ torch.ones(4), None),
     ],
 )

@@ -200,3 +200,16 @@ def test_distributions_check_what_they_are_given(monkeypatch: pytest.MonkeyPatch
     torch.distributions.Distribution.set_default_validate_args(False)
     assert compiled(-torch.ones(2)).isnan().all()
     assert "distributions_validate" in compiled.recompiles[-1]
+
+
+def test_an_index_of_two_elements() -> None:
+    """A TypeError where other reads of several elements raise a RuntimeError."""
+
+    def step(x: Tensor) -> Tensor:
+        try:
+            return x * x.shape[torch.tensor([1, 1])]
+        except TypeError:
+            return x.sum()
+
+    x = torch.ones(2, 3)
+    assert torch.equal(ws.compile(step, fullgraph=True)(x), step(x))

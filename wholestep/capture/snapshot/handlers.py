@@ -27,6 +27,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.optim.lr_scheduler import LRScheduler
 
+from wholestep.cached_property import cached_by_class
 from wholestep.capture import sources
 from wholestep.capture.container_access import base_of, referent
 from wholestep.capture.guards.compared_values import EXACT_PLAIN, PLAIN, is_one_of_a_kind
@@ -260,7 +261,7 @@ OPERATORS: tuple[type, ...] = (*map(type, (torch.ops, torch.ops.aten, torch.ops.
 OPAQUE: tuple[type, ...] = (torch.library.CustomOpDef, *OPERATORS)
 
 
-@functools.lru_cache(maxsize=4096)
+@cached_by_class
 def handler(kind: type) -> Handler | None:
     """How objects of a type are walked; None for those that nothing follows from."""
     if issubclass(kind, PLAIN) or issubclass(kind, OPAQUE) or is_one_of_a_kind(kind):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from wholestep.cached_property import cached_by_class
 from wholestep.capture.snapshot.user_code import is_user_class
 from wholestep.torch_compat import FOUND_ON_ENTRY
 
@@ -32,7 +33,7 @@ ASKS_ANY = READS_ANY | {"hasattr", "AttributeError"}
 _MODULE_KEYS = frozenset(vars(torch.nn.Module()))
 
 
-@functools.cache
+@cached_by_class
 def _may_hide(kind: type) -> bool:
     """True for classes whose attributes only user code reads, and nn.Modules among them."""
     user = [base for base in kind.__mro__ if is_user_class(base)]

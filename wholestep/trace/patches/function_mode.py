@@ -281,7 +281,12 @@ HANDLERS: dict[Any, Callable[[TorchCalls, Any, Any, Any], Any]] = {
 
 
 def _converted(convert: Callable[[Any], Any]) -> Callable[[TorchCalls, Any, Any], Any]:
-    return lambda calls, func, args: convert(calls.call(torch.Tensor.item, args, {}))
+    def read(calls: TorchCalls, func: Any, args: Any) -> Any:
+        if convert is operator.index and args[0].numel() != 1:
+            return func(*args)  # an error of another type than item()'s
+        return convert(calls.call(torch.Tensor.item, args, {}))
+
+    return read
 
 
 # Tensor methods that give a value to Python, and how.
