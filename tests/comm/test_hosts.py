@@ -290,7 +290,7 @@ def test_two_hosts_with_a_cable_between_them(tmp_path):
     if cable:  # bytes that left each host, in units of one rank's 4 MB
         sent = [{name: count / 4e6 for name, count in one["sent"].items()} for one in found]
         for host, one in enumerate((sent[0], sent[2])):
-            assert 1 <= one["all_reduce"] < 1.1 < one["flat all_reduce"]
+            assert 1 <= one["all_reduce"] < 1.2 < one["flat all_reduce"]
             assert (1 - host) <= one["broadcast"] < 1.1 - host
             assert 2 <= one["all_gather"] < 2.5  # a busy host loses segments, which TCP sends anew
             assert 2 <= one["reduce_scatter"] < 2.5

@@ -111,6 +111,13 @@ def test_a_source_of_several_lines_stays_in_its_comment() -> None:
     assert torch.equal(ws.compile(step, fullgraph=True)({"a\nb = nonsense(": x}), layer(x).sum())
 
 
+def test_a_part_that_only_a_constant_is_like() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x.sum().view(1).unbind(0)[0])
+
+    assert torch.equal(ws.compile(step, fullgraph=True)(torch.ones(3)), torch.zeros(()))
+
+
 def test_constants_are_never_written() -> None:
     b = Builder()
     x = b.input("x", torch.randn(4), "tensor")

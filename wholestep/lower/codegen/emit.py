@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from wholestep.functional import base_name
-from wholestep.ir import info
+from wholestep.ir import GETITEM, info
 from wholestep.lower.codegen.call_lines import CallWriter
 from wholestep.lower.codegen.literals import commas, literal, targets
 from wholestep.lower.codegen.program_text import ProgramText
@@ -127,7 +127,8 @@ def _last_uses(source: ProgramText) -> dict[int, list[str]]:
             continue
         if store.kind in ("kernel", "fresh") or (store.kind == "input" and store.index in released):
             name, root = source.name(node), plan.live.root[node]
-            last[name] = max(last.get(name, -1), plan.last_use.get(root, -1))
+            items = [plan.live.item_of[user] for user in node.users if user.target is GETITEM]  # which read no memory
+            last[name] = max(last.get(name, -1), plan.last_use.get(root, -1), *items)
     freed: dict[int, list[str]] = {}
     for name, index in last.items():
         freed.setdefault(index, []).append(name)
