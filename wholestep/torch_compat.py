@@ -709,12 +709,12 @@ def plain_tensor() -> tuple[tuple[int, ...], int]:
     wanted, words = (storage_id(probe.untyped_storage()), keys), list[int]()
     for place in range(0, _TENSOR_BYTES, 8):
         words.append(ctypes.c_size_t.from_address(probe._cdata + place).value)  # type: ignore[attr-defined]
-        if keys in words:  # the last of them: torch 2.13 has a word less than those before
+        if keys in words:  # the last of its words: torch 2.13 has one less than 2.12
             break
     return (*at, *(8 * words.index(word) for word in wanted)) if at and all(map(words.count, wanted)) else (), keys
 
 
-_TENSOR_BYTES = 184  # of what a C++ tensor refers to; asserted in torch's own source
+_TENSOR_BYTES = 184  # of what a C++ tensor refers to, at most
 
 
 _METHODS = (  # requires_grad, grad, is_inference, _version, bump_version

@@ -281,7 +281,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     _register_builtin_comm_hook, _get_ddp_logging_data = register_builtin_comm_hook, logging_data  # torch's names
 
     def _buffers_now(self) -> list[torch.Tensor]:
-        """Those of later, too, as a parametrization's."""
+        """The buffers that the module has now; some may have been registered since it was wrapped."""
         return [one for name, one in self.module.named_buffers() if name not in self._ignored]
 
     def _broadcast(self, tensors: list[torch.Tensor], source: int) -> None:
