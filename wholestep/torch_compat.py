@@ -909,6 +909,14 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variab
 """Has the autograd engine call a function when the backward ends inside of which this is called."""
 
 
+def backward_reaches(node: Any) -> bool:
+    """Whether the backward inside of which this is called runs that node, too; true in `torch.autograd.grad`."""
+    try:
+        return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined, no-any-return]
+    except RuntimeError:  # which it is not told of leaves
+        return True
+
+
 def innermost_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     """The pair of hooks that autograd would now use for what it saves, if there is one."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined, no-any-return]

@@ -84,6 +84,7 @@ def test_mistakes_are_errors_with_names_on_all_ranks():
         words = "did not use the same parameters: rank 0 reduced a.weight, a.bias, rank 1 reduced b.weight, b.bias"
         assert words in each["parameters"]
         assert "weight changed in place while gathered" in each["written"]
+        assert "1.weight changed in place while gathered" in each["whole with other memory"]
         for name in ("stepped", "other memory"):
             assert "parameters of Sequential changed between forward and backward" in each[name]
         assert "weight has been exchanged for another tensor" in each["exchanged"]

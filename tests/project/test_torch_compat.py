@@ -63,6 +63,7 @@ from wholestep.torch_compat import (
     asks_for_full_state,
     at_end_of_backward,
     attention_kernels,
+    backward_reaches,
     begin_profiled_range,
     below_autograd,
     casts,
@@ -514,6 +515,17 @@ def test_the_current_node_is_the_one_that_the_engine_runs():
     y.sum().backward()
     assert current_autograd_node() is None
     assert [node.name() for node in seen] == ["ExpBackward0"]
+
+
+def test_a_backward_to_some_inputs_reaches_no_other_nodes():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    y.register_hook(lambda g: seen.append(backward_reaches(torch.autograd.graph.get_gradient_edge(x).node)))
+    y.sum().backward(inputs=[y], retain_graph=True)
+    torch.autograd.grad(y.sum(), x, retain_graph=True)
+    y.sum().backward()
+    assert seen == [False, True, True]
 
 
 def test_the_gradient_of_cumprod_is_another_without_data_where_we_say_so():

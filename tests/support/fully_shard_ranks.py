@@ -311,6 +311,10 @@ def details() -> dict[str, Any]:
     found["autograd.grad"] = all(
         torch.allclose(g, e[s : s + g.shape[0]], atol=1e-12) for g, e, s in zip(grads, expected, starts, strict=True)
     )
+    model(x).square().mean().backward(inputs=[model.head.weight])  # the whole one, which the root shows until then
+    own = {name: g for (name, _), g in zip(model.named_parameters(), grads, strict=True)}["head.weight"]
+    found["whole as inputs"] = torch.equal(model.head.weight.grad, own) and model.first.weight.grad is None
+    model.zero_grad()
     arrived: list[int] = []
     model.set_modules_to_forward_prefetch([*model.blocks])
     model.set_modules_to_backward_prefetch([*model.blocks])
@@ -391,8 +395,8 @@ def mistakes() -> dict[str, str]:
             model[1].weight.add_(1)
         loss.backward()
 
-    def given_other_memory_between() -> None:
-        model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), reshard_after_forward=True)
+    def given_other_memory_between(reshards: bool) -> None:
+        model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), reshard_after_forward=reshards)
         loss = model(torch.ones(2, 4)).sum()
         model[1].weight.data = model[1].weight.data + 1
         loss.backward()
@@ -464,7 +468,8 @@ def mistakes() -> dict[str, str]:
     note("parameters", lambda: fully_shard(Alone())(torch.ones(2, 4), "ab"[rank]).sum().backward())
     note("written", lambda: fully_shard(Writes(4, 4))(torch.ones(2, 4)).sum().backward())
     note("stepped", stepped_between)
-    note("other memory", given_other_memory_between)
+    note("other memory", lambda: given_other_memory_between(True))
+    note("whole with other memory", lambda: given_other_memory_between(False))
     note("exchanged", exchanged)
     note("missing", lambda: linear.load_state_dict({"weight": torch.ones(4, 4)}))
     note("size", lambda: linear.load_state_dict({"weight": torch.ones(3, 4), "bias": torch.ones(4)}))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from wholestep.parallel.sharded_parameters import Reduction, ShardBucket
-from wholestep.torch_compat import plain_subclasses
+from wholestep.torch_compat import backward_reaches, plain_subclasses
 
 
 class Use:
@@ -29,13 +30,21 @@ class Use:
     ) -> None:  # fmt: skip
         self.bucket, self.reduce, self.deferred = bucket, reduce, deferred
         self.reduction: Reduction | None = None
+        self._whole: list[weakref.ref[torch.Tensor]] = []
         self._parts: Any = bucket.parameters
         if deferred:
             self._parts = _Parts.apply(self, *bucket.parameters)  # type: ignore[no-untyped-call]
 
     def whole(self) -> tuple[torch.Tensor, ...]:
         """The whole parameters, with the gradients of the parts."""
-        return _Whole.apply(self, *self._parts)  # type: ignore[no-any-return, no-untyped-call]
+        made: tuple[torch.Tensor, ...] = _Whole.apply(self, *self._parts)  # type: ignore[no-untyped-call]
+        self._whole = [weakref.ref(one) for one in made]
+        return made
+
+    def asked_for(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Of the whole parameters' gradients those that they keep themselves."""
+        whole = [one() for one in self._whole]
+        return [g if w is not None and w.retains_grad else None for g, w in zip(grads, whole, strict=True)]
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Those of the parts, when they are known."""
@@ -73,6 +82,10 @@ class _Whole(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("fully_shard: gradients have none of their own: create_graph=True cannot be served")
         use = ctx.use
+        if not any(backward_reaches(node) for node, _ in ctx.next_functions if node is not None):
+            # backward(inputs=[module.weight]), while that is the whole one
+            use.bucket.accumulate(use.reduce(use.bucket, use.asked_for(grads)))
+            return (None,) * (1 + len(grads))
         use.reduction = use.reduce(use.bucket, list(grads))
         if not use.deferred or use.reduction is None:
             return None, *use.gradients()

@@ -105,10 +105,7 @@ class ShardSchedule:
         for group in self.groups:
             for bucket in group.buckets:
                 if bucket.syncs and any(one is not None for one in bucket.kept):  # not used in the last backward
-                    reduction = self.reduce(bucket, [None] * len(bucket.kept))
-                    for parameter, part in zip(bucket.parameters, reduction.parts() if reduction else [], strict=True):
-                        if part is not None:
-                            parameter.grad = part if parameter.grad is None else parameter.grad + part
+                    bucket.accumulate(self.reduce(bucket, [None] * len(bucket.kept)))
         self._settle()
 
     def _settle(self) -> None:
@@ -194,7 +191,8 @@ class ParameterGroup:
         """Puts the whole parameters into the modules, in front of the parts."""
         uses, self.uses = self.uses or self.schedule.uses_of(self), []
         for bucket, use in zip(self.buckets, uses, strict=True):
-            for one, whole in zip(bucket.members, use.whole(), strict=True):
+            bucket.shown = use.whole()
+            for one, whole in zip(bucket.members, bucket.shown, strict=True):
                 for owner, name in one.places:
                     owner.__dict__[name] = whole
         self.unsharded = True

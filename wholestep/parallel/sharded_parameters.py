@@ -94,6 +94,7 @@ class ShardBucket:
     Attributes:
         number: among all of a root's.
         whole: the gathered parameters, as long as they are there.
+        shown: what modules show of them.
         stamp: that of the parts that they were gathered from: how often they got other memory, and their versions.
         syncs: whether gradients are reduced, or kept.
     """
@@ -105,6 +106,7 @@ class ShardBucket:
         self.chunks = [one.chunk for one in members]
         self.parameters = [one.parameter for one in members]
         self.whole: list[torch.Tensor] | None = None
+        self.shown: tuple[torch.Tensor, ...] = ()
         self.stamp: list[int] = []
         self.syncs = True
         self.kept: list[torch.Tensor | None] = [None] * len(members)
@@ -234,10 +236,16 @@ class ShardBucket:
             RuntimeError: they were written to.
         """
         whole, self.whole = self.whole, None
+        shown, self.shown = self.shown or whole, ()
         self._await()
-        if whole is not None and [one._version for one in whole] != self._whole_versions:
-            pairs = zip(self.members, whole, self._whole_versions, strict=True)
-            names = ", ".join(m.name for m, one, version in pairs if one._version != version)
+        if whole is None or shown is None:
+            return
+        changed = [
+            one._version != version or one.data_ptr() != other.data_ptr()
+            for one, version, other in zip(whole, self._whole_versions, shown, strict=True)
+        ]
+        if any(changed):
+            names = ", ".join(m.name for m, one in zip(self.members, changed, strict=True) if one)
             raise RuntimeError(
                 f"fully_shard: {names} changed in place while gathered, which would be lost: change the parts (outside "
                 "of forward), or use summon_full_params"
@@ -259,6 +267,13 @@ class ShardBucket:
         grads = [b if a is None else a if b is None else a + b for a, b in pairs]
         self.kept = [None] * len(grads) if self.syncs else grads
         return Reduction(self, grads, async_op) if self.syncs and any(one is not None for one in grads) else None
+
+    @torch.no_grad()
+    def accumulate(self, reduction: Reduction | None) -> None:
+        """Gives the parts gradients that no backward gives them."""
+        for parameter, part in zip(self.parameters, reduction.parts() if reduction else (), strict=False):
+            if part is not None:
+                parameter.grad = part if parameter.grad is None else parameter.grad + part
 
 
 class Reduction:
