@@ -795,3 +795,33 @@ def test_gradients_of_tensors_that_require_none() -> None:
             if holder is not None:
                 holder.grad = torch.full((3,), value)
             assert torch.equal(served(x), step(x))
+
+
+def test_later_calls_with_what_capture_refuses_run_as_python() -> None:
+    step = ws.compile(lambda x: x.sin() * 2)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    for x in (torch.ones(3), nested, torch.ones(3), nested):
+        assert all(map(torch.equal, step(x).unbind(), (x.sin() * 2).unbind()))
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_views_that_are_leaves(own: bool, writes: bool, fullgraph: bool) -> None:
+    def step(view: Tensor, base: Tensor) -> Tensor:
+        loss = (view * 2).sum() + (base * 3).sum()
+        loss.backward()
+        if writes:
+            with torch.no_grad():
+                base.mul_(2)
+        return loss.detach()
+
+    def run(step: Callable[..., Any]) -> list[Any]:
+        base = torch.ones(4, 3)
+        view = base.view(12).requires_grad_() if own else base.view(12)
+        base.requires_grad_()
+        losses = [step(view, base) for _ in range(1 if writes and fullgraph else 3)]  # a later call is refused
+        return [*losses, base, base.grad, view.detach(), view.grad, view.requires_grad, base._version]
+
+    for eager, ours in zip(run(step), run(ws.compile(step, fullgraph=fullgraph)), strict=True):
+        assert type(ours) is type(eager) and (torch.equal(ours, eager) if isinstance(eager, Tensor) else ours == eager)

@@ -226,24 +226,21 @@ def _around(snap: Snapshot, call: int, held: int, first: Contents, now: Contents
 
 def _differences(snap: Snapshot, container: Container, described: _Described) -> Iterator[changes.Effect]:
     """What has changed in one container between two calls of schedulers; in tensors, at the end."""
-    kind, source = container.kind, container.source
+    kind = container.kind
     at_end, lifted = described.calls == len(snap.substitutes.noted), snap.substitutes.lifted
+    if kind is kinds.TENSOR:
+        if at_end:
+            yield from _tensor_differences(snap, container, described)
+        return
     first = {k: lifted.get((id(container.value), k), v) if type(k) in (str, int) else v
              for k, v in container.before.items()} if lifted else container.before
-    value = snap.substitutes.aliases.of.get(id(container.value)) if kind is kinds.TENSOR else None  # of a view
-    value = container.value if value is None or container.value.requires_grad else value
-    before, now = _around(snap, described.calls, id(container), first, kind.read(value) if at_end else {})
+    before, now = _around(snap, described.calls, id(container), first, kind.read(container.value) if at_end else {})
     if len(now) != len(before) or not all(map(_same_entry, now.items(), before.items())):
         container.changed = True
-        if kind is kinds.TENSOR:
-            yield from _tensor_differences(container, now, value.grad_fn is not None, described)
-        elif kind in (kinds.LIST, kinds.SET, kinds.DEQUE):
+        if kind in (kinds.LIST, kinds.SET, kinds.DEQUE):
             yield _new_contents(container, now, before, described)
         else:
             yield from _entry_differences(snap, container, now, before, described)
-    if kind is kinds.TENSOR and at_end and now["grad"] is container.before["grad"] is None:
-        if snap.reachable.child(container, "grad").path in snap.replaced_gradients:  # a later call may find one
-            yield changes.Effect(source, changes.SET_GRAD)
 
 
 def _new_contents(container: Container, now: Contents, before: Contents, described: _Described) -> changes.Effect:
@@ -294,19 +291,24 @@ def _moved(now: Contents, before: Contents) -> dict[Any, None]:
     return dict.fromkeys(key for key in [*now][kept:] if key in before)
 
 
-def _tensor_differences(
-    container: Container, now: Contents, has_history: bool, described: _Described
-) -> Iterator[changes.Effect]:
-    source = container.source
-    for name, value in now.items():
-        if _unchanged(value, container.before[name]) or (name == "requires_grad" and has_history):
+def _tensor_differences(snap: Snapshot, container: Container, described: _Described) -> Iterator[changes.Effect]:
+    source, before = container.source, container.before
+    alias = snap.substitutes.aliases.of.get(id(container.value))  # of a view
+    value = container.value if alias is None or container.value.requires_grad else alias
+    with snap.unwritten(value):
+        now, has_history = container.kind.read(value), value.grad_fn is not None
+    for name in now:
+        if _unchanged(now[name], before[name]) or (name == "requires_grad" and has_history):
             continue  # with a history comes the flag
         if name == "grad":
-            yield changes.Effect(source, changes.SET_GRAD, value=described.value(value, f"{source}.grad"))
+            yield changes.Effect(source, changes.SET_GRAD, value=described.value(now[name], f"{source}.grad"))
         elif name == "requires_grad":
-            yield changes.Effect(source, changes.SET_ATTR, Const(name), Const(value))
+            yield changes.Effect(source, changes.SET_ATTR, Const(name), Const(now[name]))
         else:
             raise _hooked(source)
+    if now["grad"] is before["grad"] is None:
+        if snap.reachable.child(container, "grad").path in snap.replaced_gradients:  # a later call may find one
+            yield changes.Effect(source, changes.SET_GRAD)
 
 
 def _autograd_effects(found: TensorInput, original: torch.Tensor) -> Iterator[changes.Effect]:

@@ -25,7 +25,7 @@ from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.garbage_collection import no_collection
 from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.capture.sources import Args, Kwargs, Source
-from wholestep.errors import UnsupportedError
+from wholestep.errors import CaptureError, UnsupportedError
 
 # Fast paths of one program: one for each set of modules and optimizers that take turns as its arguments.
 MAX_PATHS = 16
@@ -128,7 +128,10 @@ class Binder:
         """The inputs or the first guard that fails, in milliseconds: walks what the step can see and compares it."""
         self.slow_calls += 1
         with no_collection():
-            later = Snapshot(self._fn, args, kwargs, *self._seen)
+            try:
+                later = Snapshot(self._fn, args, kwargs, *self._seen)
+            except CaptureError as error:  # as a capture of this call says again
+                return GuardFailure(error.what)
             failure = compare(self.guards, later.guards(self._sizeless))
             failure = failure or self._lacks(later) or self._shares_otherwise(later)
             if failure is not None:

@@ -192,12 +192,8 @@ def class_values(kind: type) -> Contents:
 
 
 def _has_grad(tensor: torch.Tensor) -> bool:
-    """Whether autograd keeps a gradient for a tensor.
-
-    A view is not asked whether it is a leaf: when its base was written, autograd would make it another history.
-    """
-    view = tensor.requires_grad and tensor._is_view() and tensor._base is not None and tensor._base.requires_grad
-    return tensor.retains_grad or (not view and tensor.is_leaf)
+    """Whether autograd keeps a gradient for a tensor."""
+    return tensor.retains_grad or tensor.is_leaf
 
 
 def _read_tensor(tensor: torch.Tensor) -> Contents:

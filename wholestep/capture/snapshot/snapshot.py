@@ -6,7 +6,7 @@ import dataclasses
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
@@ -69,8 +69,7 @@ class Snapshot:
             self._replace(replace)
         self.substitutes = Substitutes(self.reachable, self.replaced)
         self.replaced_gradients: frozenset[str] = frozenset()
-        counted = [f.tensor for f in self.tensors.values() if not f.tensor.is_inference()]
-        self._versions = [(tensor, tensor._version, tensor.grad_fn) for tensor in counted]
+        self._versions = {key: f.tensor._version for key, f in self.tensors.items() if not f.tensor.is_inference()}
         self._grad_mode = torch.is_grad_enabled()
         self._guards: list[Guard] | None = None
 
@@ -118,6 +117,20 @@ class Snapshot:
         """id of each tensor that the step may be given, detached aliases included -> its version counter."""
         known = [*self.tensors.items(), *self.substitutes.aliases.found.items()]
         return {key: f.tensor._version for key, f in known if not f.tensor.is_inference()}
+
+    @contextmanager
+    def unwritten(self, tensor: torch.Tensor) -> Iterator[None]:
+        """Counts no write to a view meanwhile: asked about a written one, autograd would make its history anew."""
+        now = 0 if tensor.is_inference() else tensor._version
+        before = self._versions.get(id(tensor), now)
+        if not tensor._is_view() or now == before:
+            yield
+            return
+        set_versions((tensor,), (before,))
+        try:
+            yield
+        finally:
+            set_versions((tensor,), (now,))
 
     def module_names(self) -> dict[int, str]:
         """id of each module that the step can see -> its path, as in ``model.layers.0``."""
@@ -172,6 +185,10 @@ class Snapshot:
         torch.clear_autocast_cache()
         self.substitutes.unsharded.back()  # tensors have their own data again
         self.reachable.add_given()
+        # first: autograd is asked for the gradients of views, which is an error for those whose base was written
+        counted = [(self.tensors[key].tensor, version) for key, version in self._versions.items()]
+        if moved := [(tensor, version) for tensor, version in counted if tensor._version != version]:
+            set_versions(tuple(t for t, _ in moved), tuple(v for _, v in moved))
         failures: list[Exception] = []
         for container in self.containers:
             try:
@@ -179,9 +196,6 @@ class Snapshot:
                     container.kind.write(container.value, container.before)
             except Exception as error:  # an object that refuses: the rest must come back all the same
                 failures.append(error)
-        moved = [(tensor, version) for tensor, version, _ in self._versions if tensor._version != version]
-        if moved:
-            set_versions(tuple(t for t, _ in moved), tuple(v for _, v in moved))
         self.substitutes.restore()
         if failures:
             raise failures[0]
