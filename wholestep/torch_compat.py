@@ -909,12 +909,12 @@ at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variab
 """Has the autograd engine call a function when the backward ends inside of which this is called."""
 
 
-def backward_reaches(node: Any) -> bool:
-    """Whether the backward inside of which this is called runs that node, too; true in `torch.autograd.grad`."""
+def backward_reaches(node: Any) -> bool | None:
+    """Whether the backward inside of which this is called runs that node, too; None for a leaf's in `autograd.grad`."""
     try:
         return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined, no-any-return]
-    except RuntimeError:  # which it is not told of leaves
-        return True
+    except RuntimeError:
+        return None
 
 
 def innermost_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:

@@ -101,6 +101,11 @@ def test_ignored_parameters_saved_states_and_later_buffers():
     assert two == [[1.0, 1.0], [2.0, 2.0], "module.0.weight", [7.0], [2.0]]
 
 
+def test_gradients_that_somebody_asks_for_are_each_ranks_own():
+    for rank, each in enumerate(run_ranks(programs.asked_for_gradients, 2, "thread")):
+        assert each == [[rank + 1.0], [1.5]] * 3
+
+
 F32, F64 = torch.float32, torch.float64
 
 

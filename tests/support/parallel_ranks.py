@@ -276,6 +276,17 @@ def ignores_and_saves() -> list[Any]:
     return [*result, model[0].weight.unique().tolist()]
 
 
+def asked_for_gradients() -> list[Any]:
+    """What `torch.autograd.grad` gives through wrappers, and a backward after it."""
+    x, found = torch.full((1, 8), comm.get_rank() + 1.0), []
+    for settings in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
+        wrapped = DistributedDataParallel(nn.Linear(8, 2), **settings)
+        (own,) = torch.autograd.grad(wrapped(x).sum(), wrapped.module.weight)
+        wrapped(x).sum().backward()
+        found += own.unique().tolist(), wrapped.module.weight.grad.unique().tolist()
+    return found
+
+
 def as_stock(store: str) -> dict[str, list[bool]]:
     """For each case and each way to send: whether all that is seen of it has the bits of torch's wrapper."""
     found: dict[str, list[bool]] = {}

@@ -82,7 +82,7 @@ class _Whole(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("fully_shard: gradients have none of their own: create_graph=True cannot be served")
         use = ctx.use
-        if not any(backward_reaches(node) for node, _ in ctx.next_functions if node is not None):
+        if all(backward_reaches(node) is False for node, _ in ctx.next_functions if node is not None):
             # backward(inputs=[module.weight]), while that is the whole one
             use.bucket.accumulate(use.reduce(use.bucket, use.asked_for(grads)))
             return (None,) * (1 + len(grads))

@@ -20,7 +20,7 @@ from wholestep.parallel.comm_hooks.mean import value_of
 from wholestep.parallel.equal_models import noted
 from wholestep.parallel.join import WITHOUT_JOIN
 from wholestep.parallel.outputs import nodes_behind
-from wholestep.torch_compat import at_end_of_backward, skipped_by_dynamo
+from wholestep.torch_compat import at_end_of_backward, backward_reaches, skipped_by_dynamo
 
 IN_BACKWARD = "_in_backward_optimizers"  # torch's attribute of a parameter
 
@@ -127,6 +127,8 @@ class GradientReducer(BucketReduction):
     def backward_begun(self) -> None:
         """The outputs' gradients are there, or the first one of a parameter."""
         if not self.backward.expected or self._running:
+            return
+        if not any(map(backward_reaches, self._nodes)):  # torch.autograd.grad, which gives no parameter a gradient
             return
         self._running = True
         at_end_of_backward(self._backward_ended)
