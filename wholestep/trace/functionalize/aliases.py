@@ -31,6 +31,21 @@ def elements(shape: Sequence[int]) -> int:
     return count
 
 
+def _hint(number: Any) -> int:
+    """A size of the call that is traced, where it is a symbol."""
+    return number if type(number) is int else number.node.hint  # type: ignore[no-any-return]
+
+
+def _is_sum(total: int, steps: Sequence[tuple[int, tuple[int, int]]]) -> bool:
+    """Whether a number is a sum of steps, largest first, each taken a number of times between two bounds."""
+    if not steps:
+        return total == 0
+    (step, (low, high)), *rest = steps
+    least, most = (sum(other * bounds[end] for other, bounds in rest) for end in (0, 1))
+    times = range(max(low, -((most - total) // step)), min(high, (total - least) // step) + 1)
+    return any(_is_sum(total - step * n, rest) for n in times)
+
+
 @dataclass(frozen=True)
 class Geometry:
     """A tensor's dtype, size, stride and offset, in elements."""
@@ -83,6 +98,27 @@ class Geometry:
             return self.stride != other.stride
         end, other_end = self.offset + elements(self.shape), other.offset + elements(other.shape)
         return self.offset < other_end and other.offset < end
+
+    def meets(self, other: Geometry) -> bool:
+        """Whether two tensors in one memory have a byte in common without being the same elements in one order."""
+        ours, theirs = self._in_bytes(), other._in_bytes()
+        if ours == theirs or not (elements(self.shape) and elements(other.shape)):
+            return False
+        steps: dict[int, tuple[int, int]] = {}
+        for step, count in ours[1]:
+            low, high = steps.get(step, (0, 0))
+            steps[step] = low, high + count - 1
+        for step, count in theirs[1]:
+            low, high = steps.get(step, (0, 0))
+            steps[step] = low - count + 1, high
+        return _is_sum(theirs[0] - ours[0], sorted(steps.items(), reverse=True))
+
+    def _in_bytes(self) -> tuple[int, list[tuple[int, int]]]:
+        """The first byte, and the strides with their sizes: those of bytes within an element last; hints of symbols."""
+        size = self.dtype.itemsize
+        sizes, strides, (offset,) = (map(_hint, numbers) for numbers in (self.shape, self.stride, (self.offset,)))
+        steps = [(step * size, count) for step, count in zip(strides, sizes, strict=False) if step and count > 1]
+        return offset * size, [*steps, (1, size)]
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has this dtype, shape and strides."""

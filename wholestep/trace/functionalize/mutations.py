@@ -14,7 +14,7 @@ from wholestep.errors import UnsupportedError
 from wholestep.functional import OFFSETS, Functionalized, written_arguments
 from wholestep.nested import map_leaves
 from wholestep.torch_compat import FakeTensor, OpOverload
-from wholestep.trace.functionalize.aliases import Ref
+from wholestep.trace.functionalize.aliases import Geometry, Ref
 from wholestep.trace.operators import tables
 from wholestep.trace.operators.tables import Variant
 from wholestep.trace.record.graph_builder import fake_value
@@ -46,11 +46,12 @@ class Mutations:
         copies_itself = func is aten.copy_.default and self._same_elements(args[0], args[1])
         _refuse_repeats(func, [self.inputs.ref(t) for t in written], copies_itself)
         # what is read first: copies of views, and values of fills
-        if not in_loop and func not in tables.FILLS_BY_TENSOR and not func._schema.name.endswith("_copy"):
-            self._refuse_partial_overlap(written, args, kwargs)
+        reads_first = in_loop or func in tables.FILLS_BY_TENSOR or func._schema.name.endswith("_copy")
+        pairs = [] if reads_first else self._read_and_written(written, args, kwargs)
         out = None
         if not in_loop:
             out = self.inputs.run(func, args, kwargs)
+            _refuse_overlap(func, pairs)
             for tensor in written:
                 self._check_geometry(func, tensor)
             if tables.is_differentiated_inside(func):  # its kernel writes by operators, which count
@@ -88,15 +89,17 @@ class Mutations:
         ours, theirs = self.inputs.ref(one), self.inputs.ref(two)
         return ours.storage is theirs.storage and ours.geometry == theirs.geometry
 
-    def _refuse_partial_overlap(self, written: list[torch.Tensor], args: Any, kwargs: Any) -> None:
-        """ATen's kernels refuse to write where they still read; fake tensors have no addresses to see that."""
+    def _read_and_written(self, written: list[torch.Tensor], args: Any, kwargs: Any) -> list[tuple[Geometry, Geometry]]:
+        """Where a call writes and reads in one memory; ATen's kernels refuse that, as far as they look."""
         read = [self.inputs.ref(t) for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
-        for one in map(self.inputs.ref, written):
-            if any(one.storage is two.storage and one.geometry.overlaps_partly(two.geometry) for two in read):
-                raise RuntimeError(
-                    "unsupported operation: some elements of the input tensor and the written-to tensor refer "
-                    "to a single memory location. Please clone() the tensor before performing the operation."
-                )
+        pairs = [(ref.geometry, other.geometry) for ref in map(self.inputs.ref, written) for other in read
+                 if ref.storage is other.storage]
+        if any(one.overlaps_partly(two) for one, two in pairs):  # fake tensors have no addresses to see that
+            raise RuntimeError(
+                "unsupported operation: some elements of the input tensor and the written-to tensor refer "
+                "to a single memory location. Please clone() the tensor before performing the operation."
+            )
+        return pairs
 
     def _overlap(self, args: Any, kwargs: Any) -> bool:
         """Whether two tensors of a list operator share memory."""
@@ -207,6 +210,12 @@ def _refuse_repeats(func: OpOverload, written: list[Ref], copies_itself: bool) -
     if any(ref.geometry.overlaps or ref.whole.geometry.overlaps for ref in written):
         what = f"{func} writes to an expanded tensor, or to another that has several elements in one place"
         raise UnsupportedError(what, "clone it first")
+
+
+def _refuse_overlap(func: OpOverload, pairs: list[tuple[Geometry, Geometry]]) -> None:
+    if any(one.meets(two) for one, two in pairs):
+        what = f"{func} reads some of the memory that it writes: whether before or after depends on its kernel"
+        raise UnsupportedError(what, "clone what it reads first")
 
 
 def _permutes(refs: list[Ref], news: list[fx.Node]) -> bool:
