@@ -210,7 +210,7 @@ WRITES: dict[str, Callable[[Tensor, Tensor, int, int], Any]] = {
     "clamp_": lambda x, y, i, j: x.clamp_(min=j - 1),
     "relu_": lambda x, y, i, j: torch.relu_(x),
     "masked_fill_": lambda x, y, i, j: x.masked_fill_(x > j, 3),
-    "index_fill_": lambda x, y, i, j: x.index_fill_(_dim(x, i), torch.tensor([0]), j),
+    "index_fill_": lambda x, y, i, j: x.index_fill_(_dim(x, i), torch.arange(min(1, x.numel())), j),
     "foreach_add_": _foreach,
     "data_add_": lambda x, y, i, j: x.data.add_(1 + j),
     "augmented": lambda x, y, i, j: x.__iadd__(1 + j),
