@@ -26,7 +26,7 @@ from wholestep.report import Explanation, Stage, explain, explain_segments
 from wholestep.runtime import ProgramCache, Ready
 from wholestep.step_log import Logged
 from wholestep.step_runner import StepRunner
-from wholestep.torch_compat import modes_active, skipped_by_dynamo, transforms_active
+from wholestep.torch_compat import is_fx_symbolic_tracing, modes_active, skipped_by_dynamo, transforms_active
 
 
 @skipped_by_dynamo
@@ -85,8 +85,8 @@ class Compiled:
         self.recompiles, self.breaks = self._capturer.recompiles, self._runner.breaks
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # part of another step, or of a transform of `torch.func`, or of what TorchScript traces
-        if is_tracing() or transforms_active() or is_deferring() or torch.jit.is_tracing():
+        # part of another step, or of a transform of `torch.func`, or of what TorchScript or FX traces
+        if is_tracing() or transforms_active() or is_deferring() or torch.jit.is_tracing() or is_fx_symbolic_tracing():
             return self._fn(*args, **kwargs)
         if modes_active() and self._executor.plain and not self._options.module_override:  # they see eager's calls
             return self._fn(*args, **kwargs)

@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing as is_fx_symbolic_tracing
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.nn.modules.batchnorm import _BatchNorm

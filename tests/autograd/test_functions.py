@@ -6,6 +6,7 @@ import copy
 import cProfile
 import fractions
 import functools
+import inspect
 import io
 import os
 import pickle
@@ -1218,6 +1219,18 @@ def test_an_input_that_is_made_to_require_grad_inside() -> None:
 def test_torchscript_traces_through_what_is_compiled() -> None:
     traced = torch.jit.trace(ws.compile(lambda x: x * 2), torch.ones(3))
     assert traced(torch.full((3,), 2.0)).tolist() == [4.0, 4.0, 4.0]
+
+
+def test_fx_traces_through_what_is_compiled() -> None:
+    class Doubled(torch.nn.Module):
+        def forward(self, x: Tensor, more: float = 1.0) -> Tensor:
+            return x * 2 + more
+
+    module, function = ws.compile(Doubled()), ws.compile(lambda x: x.sin() + 1)
+    assert [*inspect.signature(module.forward).parameters] == ["x", "more"]
+    for traced in (module, torch.nn.Sequential(module), torch.nn.Sequential(torch.nn.ReLU(), module)):
+        assert torch.equal(fx.symbolic_trace(traced)(torch.ones(3)), torch.full((3,), 3.0))
+    assert [n.name for n in fx.symbolic_trace(lambda x: function(x)).graph.nodes] == ["x", "sin", "add", "output"]
 
 
 @pytest.mark.parametrize("bias", [None, 0.5])

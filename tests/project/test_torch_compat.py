@@ -102,6 +102,7 @@ from wholestep.torch_compat import (
     is_batched,
     is_deferring,
     is_fakes_own,
+    is_fx_symbolic_tracing,
     is_inside,
     is_linearized,
     is_one_of_several,
@@ -434,6 +435,8 @@ def test_grad_mode_is_set_and_transforms_are_seen():
     seen = []
     torch.jit.trace(lambda x: seen.append(torch.jit.is_tracing()) or x * 2, torch.ones(2))
     assert seen[0] and not torch.jit.is_tracing()
+    torch.fx.symbolic_trace(lambda x: seen.append(is_fx_symbolic_tracing()) or x * 2)
+    assert seen[-1] and not is_fx_symbolic_tracing()
 
 
 def test_a_subclass_that_a_mode_keeps_from_being_made_is_known_by_its_error() -> None:

@@ -22,7 +22,7 @@ import wholestep as ws
 from tests.support.equal import World, assert_same_run
 from tests.support.operators import OPERATORS, UNDEFINED, gapped, operator_cases, turned
 from wholestep import fake_layouts
-from wholestep.errors import CaptureError, DataDependentError
+from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
 from wholestep.nested import tensors_of
 
 LONG = bool(os.environ.get("WHOLESTEP_TEST_LONG"))
@@ -440,6 +440,31 @@ def test_strided_copies_into_views(name: str, offset: int | None) -> None:
     mine, theirs = x.clone(), x.clone()
     for found, expected in zip(ws.compile(step, fullgraph=True)(mine), step(theirs), strict=True):
         assert torch.equal(found, expected)
+
+
+RESIZING: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "sum": lambda x, out: torch.add(x, x, out=out),
+    "of no dimension": lambda x, out: torch.dot(x, x, out=out),
+    "product": lambda x, out: torch.mv(x[:, None] * x, x, out=out),
+    "new": lambda x, out: torch.zeros(4, out=out),
+    "drawn": lambda x, out: torch.rand(4, out=out),
+}
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 4), (5,)])
+@pytest.mark.parametrize("name", RESIZING)
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_a_result_that_does_not_fit_into_its_out_resizes_it_as_in_eager(name: str, shape: tuple[int, ...]) -> None:
+    fn, found = RESIZING[name], []
+    with pytest.raises(UnsupportedError, match=r"resized L\['out'\] from .* to .*\n.*\n.*of the right shape"):
+        ws.compile(fn, fullgraph=True)(torch.ones(4), torch.full(shape, 7.0))
+    for call in (fn, ws.compile(fn)):
+        torch.manual_seed(0)
+        outs = [torch.full(shape, 7.0) for _ in range(3)]
+        for out in outs:
+            call(torch.arange(4.0), out)
+        found.append(outs)
+    assert all(map(torch.equal, *found))
 
 
 def _laid_out(*shape: int) -> list[Tensor]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from torch import nn
+
+from wholestep.torch_compat import is_fx_symbolic_tracing
 
 
 class _Of:
@@ -49,7 +52,7 @@ class CompiledModule:
         return self.__dict__ is type(self)._compiled.__wrapped__.__dict__  # type: ignore[attr-defined]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._is_it() or self._is_hooked():
+        if not self._is_it() or self._is_hooked() or is_fx_symbolic_tracing():  # FX knows modules by their calls
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         return type(self)._compiled(*args, **kwargs)
 
@@ -80,9 +83,14 @@ def compiled_module(module: nn.Module, make: Callable[..., Any], again: Callable
     if isinstance(module, CompiledModule) and module._is_it():
         return compiled_module(type(module)._compiled.__wrapped__, make, again)  # type: ignore[attr-defined]
     kind = type(module)
+
+    @functools.wraps(kind.forward)  # libraries and FX ask for its parameters
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return CompiledModule.forward(self, *args, **kwargs)
+
     bases = (kind,) if issubclass(kind, CompiledModule) else (CompiledModule, kind)
     space = {"_compiled": staticmethod(make(module)), "_forward": staticmethod(make(module.forward)),
-             "_again": staticmethod(again), "__module__": kind.__module__}
+             "_again": staticmethod(again), "__module__": kind.__module__, "forward": forward}
     made: nn.Module = object.__new__(type(f"Compiled{kind.__name__}", bases, space))
     made.__dict__ = module.__dict__
     return made

@@ -136,6 +136,9 @@ class Mutations:
             value = self.inputs.run(variant.target, args, kept)
         node = self.builder.emit(variant.target, *reads, value=value)
         news = [*self._new_values(func, variant, node, len(written), scaled)]
+        if any(func._schema.arguments[index].is_out for index in written_arguments(func)):
+            for tensor, new in zip(written, news, strict=True):  # fake tensors keep their sizes
+                self._check_shape(func, tensor, fake_value(new))
         on_clones = isinstance(variant.target, Functionalized)
         computes = not on_clones and not tables.is_list_op(func) and variant.target not in OFFSETS
         if computes and _permutes(refs, news) or not on_clones and _is_product(func, news):
@@ -188,8 +191,16 @@ class Mutations:
     def _check_geometry(self, func: Any, tensor: torch.Tensor) -> None:
         geometry, now = self.inputs.ref(tensor).geometry, self.inputs.fake(tensor)
         if not geometry.holds(now):
-            what = f"{func} resized {self.inputs.describe(tensor)} from {list(geometry.shape)} to {list(now.shape)}"
-            raise UnsupportedError(what, "give it an output of the right shape")
+            self._refuse_size(func, tensor, now)
+
+    def _check_shape(self, func: Any, tensor: torch.Tensor, result: torch.Tensor) -> None:
+        if self.inputs.ref(tensor).geometry.shape != result.shape:
+            self._refuse_size(func, tensor, result)
+
+    def _refuse_size(self, func: Any, tensor: torch.Tensor, now: torch.Tensor) -> None:
+        before = list(self.inputs.ref(tensor).geometry.shape)
+        what = f"{func} resized {self.inputs.describe(tensor)} from {before} to {list(now.shape)}"
+        raise UnsupportedError(what, "give it an output of the right shape")
 
 
 def _refuse_resizing(given: list[Any]) -> None:
