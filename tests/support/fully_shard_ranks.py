@@ -347,6 +347,10 @@ def details() -> dict[str, Any]:
     loose = model.first.weight.grad.data_ptr()
     with torch.no_grad():
         found["evaluated"] = model(x.float()).requires_grad is False and model.first.weight.grad.data_ptr() == loose
+    with torch.inference_mode():
+        evaluated = model(x.float())
+    model(x.float()).sum().backward()
+    found["inference"] = evaluated.is_inference()
     halves = MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64)
     mixed = fully_shard(nn.Linear(WIDE, 3), mp_policy=halves, offload_policy=CPUOffloadPolicy())
     result = mixed(torch.ones(2, WIDE))

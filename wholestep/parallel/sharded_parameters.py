@@ -161,6 +161,7 @@ class ShardBucket:
 
     # Gathering
 
+    @torch.inference_mode(False)  # else what is gathered for an evaluation would serve that alone
     @torch.no_grad()
     def start(self, async_op: bool) -> bool:
         """Begins to gather, unless the parameters are there, or on their way, as the parts are now.
@@ -182,6 +183,7 @@ class ShardBucket:
         self._coming = work, gathered, source
         return True
 
+    @torch.inference_mode(False)  # else what is gathered for an evaluation would serve that alone
     @torch.no_grad()
     def arrived(self) -> list[torch.Tensor]:
         """The whole parameters, after `start`."""
