@@ -44,6 +44,9 @@ def test_mistakes_are_errors_with_names_on_all_ranks(transport):
         assert "found sparse ones of weight: make these layers with sparse=False" in each["sparse"]
         assert "sparse=True, found those of rows: use such a layer" in each["made sparse"]
         assert "a part of its own of weight, bias: fully_shard reduces the gradients itself" in each["parts"]
+        for change in ("loaded", "loaded, unused", "converted"):
+            assert "gradients of 0.weight, 0.bias are not reduced: when the module was wrapped" in each[change]
+        assert "gradients of 1.weight are not reduced" in each["unfrozen"]
         assert "must be callable, found int" in each["no hook"]
 
 

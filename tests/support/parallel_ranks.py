@@ -207,6 +207,16 @@ def mistakes() -> dict[str, str]:
         wrapped = DistributedDataParallel(RowsRead(), broadcast_buffers=False)
         wrapped(torch.tensor([1, 2])).sum().backward()
 
+    def changed(change: Callable[[nn.Module], Any], **settings: Any) -> None:
+        model = nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 2).requires_grad_(False)).double()
+        wrapped = DistributedDataParallel(model, **settings)
+        change(model)
+        for _ in range(2):
+            loss_of(wrapped(torch.ones(2, 8, dtype=next(model.parameters()).dtype))).backward()
+
+    def loaded(model: nn.Module) -> None:
+        model.load_state_dict({name: one.clone() for name, one in model.state_dict().items()}, assign=True)
+
     rank = comm.get_rank()
     sparse = DistributedDataParallel(nn.Embedding(4, 2, sparse=True))
     note("sparse", lambda: sparse.register_comm_hook(None, parallel.allreduce_hook))
@@ -222,6 +232,10 @@ def mistakes() -> dict[str, str]:
     note("not static", lambda: used_twice(1, 1, 2, static_graph=True))
     note("optimizer", stepping)
     note("later twice", lambda: used_twice(1, 1, 2))
+    note("loaded", lambda: changed(loaded))
+    note("loaded, unused", lambda: changed(loaded, find_unused_parameters=True))
+    note("converted", lambda: changed(nn.Module.float))
+    note("unfrozen", lambda: changed(lambda model: model[1].weight.requires_grad_()))
     note("no hook", lambda: DistributedDataParallel(nn.Linear(8, 2)).register_comm_hook(None, 3))
     return found
 

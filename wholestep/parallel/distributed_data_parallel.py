@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,6 +107,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         tables = (one for one in self.module.modules() if isinstance(one, (nn.Embedding, nn.EmbeddingBag)))
         weights = {id(one.weight) for one in tables if one.sparse}
         sparse = {i for i, (_, one) in enumerate(self._named) if id(one) in weights}
+        self._frozen = [(name, one) for name, one in self.module.named_parameters() if not one.requires_grad]
         self.reducer = GradientReducer(
             self._named, self.process_group, self._limits, self.gradient_as_bucket_view, self.find_unused_parameters,
             self.static_graph, sparse,
@@ -166,10 +167,28 @@ class DistributedDataParallel(nn.Module, Joinable):
         if others is not None and not self._divides_by_initial_world_size:
             others.wait()
             self.reducer.divisor = int(others.result()[0])
+        if self.reducer.backward.expected and not is_captured():  # the last backward has not reduced
+            self._require_reduced(self.module.named_parameters())
         self.reducer.prepare(outputs)
+        self._require_reduced(self.module.named_parameters() if self.find_unused_parameters else self._frozen)
         if (self.find_unused_parameters or self.static_graph) and not is_captured():
             outputs = joined_in_one_node(outputs, self.reducer.backward_begun)
         return outputs
+
+    def _require_reduced(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Compares parameters with those that the module had.
+
+        Raises:
+            RuntimeError: some learn from the gradients of this rank alone.
+        """
+        learning = [(name, one) for name, one in named if one.requires_grad and isinstance(one, nn.Parameter)]
+        others = [name for name, one in learning if name not in self._ignored and not self.reducer.reduces(one)]
+        if others:
+            raise RuntimeError(
+                f"DistributedDataParallel: gradients of {', '.join(others)} are not reduced: when the module was "
+                "wrapped, these were frozen, of another dtype or device, or not there; to do: wrap it again after such "
+                "a change, as load_state_dict(assign=True) is one"
+            )
 
     @noted(WITHOUT_JOIN)
     def _begin_iteration(self, syncs: bool, joined: bool = False) -> bool:

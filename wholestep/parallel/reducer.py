@@ -50,6 +50,7 @@ class GradientReducer(BucketReduction):
         super().__init__(named, group, limits, as_view, sparse)
         self.static, self.find_unused, self.rebuilt = static, find_unused and not static, False
         self._nodes = [torch.autograd.graph.get_gradient_edge(one).node for one in self.parameters]
+        self._index = {id(one): index for index, one in enumerate(self.parameters)}
         self._noted: list[int] = []  # parameters whose gradients have come, while hooks do no more than say so
         for index, node in enumerate(self._nodes):
             node.register_hook(_weak_hook(weakref.ref(self), self._noted, index))
@@ -103,6 +104,13 @@ class GradientReducer(BucketReduction):
         if self.find_unused:
             reached = nodes_behind(outputs)
             self.unused = {i for i, node in enumerate(self._nodes) if node not in reached}
+
+    def reduces(self, parameter: torch.Tensor) -> bool:
+        """Whether it is one of the reducer's, and its autograd node is still the one that has the hook."""
+        index = self._index.get(id(parameter))
+        if index is None or self.find_unused and index not in self.unused:
+            return index is not None
+        return torch.autograd.graph.get_gradient_edge(parameter).node is self._nodes[index]
 
     def _failure(self, words: str) -> RuntimeError:
         self.error = words
