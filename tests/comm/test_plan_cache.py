@@ -73,6 +73,26 @@ def test_the_second_call_gives_the_same_without_python():
         assert first == again and first[1]
 
 
+def of_many_sizes():
+    """How many of a hundred calls, each of another size, go through Python the second time."""
+    slow, kept = [], issue.launch
+    some = [torch.ones(size) for size in range(1, 101)]
+    for x in some:
+        comm.all_reduce(x)
+    issue.launch = lambda *args, **kwargs: slow.append(1) or kept(*args, **kwargs)
+    try:
+        for x in some:
+            comm.all_reduce(x)
+    finally:
+        issue.launch = kept
+    return len(slow)
+
+
+def test_calls_of_many_sizes_have_plans():
+    for slow in run_ranks(of_many_sizes, 2, "shm"):
+        assert slow < 5
+
+
 def profiled():
     x = torch.ones(4)
     for _ in range(2):

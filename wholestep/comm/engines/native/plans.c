@@ -107,6 +107,7 @@ static plan_t **place_of(const plan_key_t *key) {
     static size_t victim;
     uint64_t h = 1469598103934665603ULL;
     for (size_t i = 0; i < key->words; i++) h = (h ^ key->word[i]) * 1099511628211ULL;
+    h = (h ^ h >> 32) * 0x9E3779B97F4A7C15ULL; /* a last word is in few bits yet: sizes alone would share places */
     size_t first = (size_t)(h >> 32);
     for (size_t i = 0; i < PLACES; i++) {
         plan_t **place = &plans[(first + i) & (PLANS - 1)];
