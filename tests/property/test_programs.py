@@ -137,6 +137,18 @@ def test_a_view_among_the_inputs_learns(how: int) -> None:
     judge(Program((InputSpec(3, 0, False, -1, 0), InputSpec(0, 0, False, 0, how)), (learns, backward), (1,)))
 
 
+def test_a_view_of_a_view_among_the_inputs_that_learns() -> None:
+    """What was made of it before has its base, which requires no grad."""
+
+    def step(x: Tensor) -> tuple[Any, ...]:
+        part = x[:2]
+        x.requires_grad_()
+        (x.sum() + part.sum()).backward()
+        return x.grad, part.requires_grad, (part * 2).requires_grad
+
+    assert_same_run(lambda seed: World(step, [(torch.arange(6.0)[1:5],)]), steps=3)
+
+
 def test_the_gradient_of_a_view_among_the_inputs() -> None:
     def make(seed: int) -> World:
         def step(x: Tensor) -> Tensor:

@@ -106,6 +106,7 @@ class DetachedAliases:
                 alias = HistoryRoot.apply(torch.zeros((), requires_grad=True), tensor.detach())  # type: ignore[no-untyped-call]
         else:
             alias = tensor.detach()
+            alias = alias if tensor._base is None else alias.view_as(alias)  # what the step makes of it is its base's
         if not tensor.requires_grad and not alias.requires_grad:
             alias.grad = tensor.grad
         alias.__dict__ = vars(tensor)
