@@ -467,6 +467,15 @@ def test_a_result_that_does_not_fit_into_its_out_resizes_it_as_in_eager(name: st
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_an_out_of_another_dtype_is_computed_in_it(dtype: torch.dtype) -> None:
+    def fn(x: Tensor, out: Tensor) -> Tensor:
+        return torch.cumprod(x, 0, out=out)
+
+    x, mine, theirs = torch.randn(50), torch.empty(50, dtype=dtype), torch.empty(50, dtype=dtype)
+    assert torch.equal(ws.compile(fn, fullgraph=True)(x, mine), fn(x, theirs)) and torch.equal(mine, theirs)
+
+
 def _laid_out(*shape: int) -> list[Tensor]:
     """Tensors of a shape: contiguous, and with their dimensions in other orders in memory, with gaps, expanded."""
     found = [torch.randn(shape[-1]).expand(shape)]

@@ -136,12 +136,14 @@ class Mutations:
             value = self.inputs.run(variant.target, args, kept)
         node = self.builder.emit(variant.target, *reads, value=value)
         news = [*self._new_values(func, variant, node, len(written), scaled)]
-        if any(func._schema.arguments[index].is_out for index in written_arguments(func)):
+        into_out = any(func._schema.arguments[index].is_out for index in written_arguments(func))
+        if into_out:
             for tensor, new in zip(written, news, strict=True):  # fake tensors keep their sizes
                 self._check_shape(func, tensor, fake_value(new))
+        retyped = into_out and any(t.dtype != fake_value(n).dtype for t, n in zip(written, news, strict=True))
         on_clones = isinstance(variant.target, Functionalized)
         computes = not on_clones and not tables.is_list_op(func) and variant.target not in OFFSETS
-        if computes and _permutes(refs, news) or not on_clones and _is_product(func, news):
+        if computes and (retyped or _permutes(refs, news)) or not on_clones and _is_product(func, news):
             return self._write(func, Variant(Functionalized(func)), written, args, kwargs)
         for ref, new in zip(refs, news, strict=True):
             ref.write(self._arrived(func, ref, new))
