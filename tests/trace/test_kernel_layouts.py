@@ -467,13 +467,15 @@ def test_a_result_that_does_not_fit_into_its_out_resizes_it_as_in_eager(name: st
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
-def test_an_out_of_another_dtype_is_computed_in_it(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("op", [partial(torch.cumprod, dim=0), torch.atanh])
+@pytest.mark.parametrize("out", [torch.empty(400, dtype=torch.float64), torch.empty(800)[::2]])
+def test_kernels_round_by_the_dtype_and_the_strides_of_an_out(op: Callable[..., Tensor], out: Tensor) -> None:
     def fn(x: Tensor, out: Tensor) -> Tensor:
-        return torch.cumprod(x, 0, out=out)
+        return op(x, out=out)
 
-    x, mine, theirs = torch.randn(50), torch.empty(50, dtype=dtype), torch.empty(50, dtype=dtype)
-    assert torch.equal(ws.compile(fn, fullgraph=True)(x, mine), fn(x, theirs)) and torch.equal(mine, theirs)
+    x = torch.rand(400)
+    expected = fn(x, out).clone()
+    assert torch.equal(ws.compile(fn, fullgraph=True)(x, out.zero_()), expected) and torch.equal(out, expected)
 
 
 def _laid_out(*shape: int) -> list[Tensor]:
