@@ -83,6 +83,24 @@ def test_weak_references_to_what_the_step_makes() -> None:
         assert held["new"]() is y and held["old"]() is model
 
 
+def test_an_optimizer_to_which_only_a_weak_reference_leads() -> None:
+    def trained(**compiled: bool) -> list[Any]:
+        parameter = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.Adam([parameter], 0.1)
+        only = weakref.ref(optimizer)
+
+        def step() -> None:
+            parameter.grad = parameter.detach() * 2
+            only().step()  # type: ignore[union-attr]
+
+        fn = ws.compile(step, **compiled) if compiled else step
+        for _ in range(3):
+            fn()
+        return [parameter.detach(), *optimizer.state[parameter].values()]
+
+    assert all(map(torch.equal, trained(), trained(fullgraph=True)))
+
+
 def test_finalizers_are_refused() -> None:
     def step(x: Tensor) -> Tensor:
         weakref.finalize(model, print)

@@ -113,7 +113,7 @@ def _weak(found: Reachable, reference: Any, source: sources.Source) -> None:
     """Where only a weak reference leads; what libraries keep by such is their own."""
     inner = referent(reference)
     owner = inner.__self__ if isinstance(inner, types.MethodType) else inner
-    if isinstance(owner, (torch.Tensor, torch.nn.Module)) or is_user_class(type(owner)):
+    if isinstance(owner, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)) or is_user_class(type(owner)):
         found.queue(inner, sources.Referent(source))
 
 
