@@ -137,6 +137,8 @@ def mark_states(optimizer: torch.optim.Optimizer) -> None:
 def say_parts(owners: Iterable[Any]) -> bool:
     """Has the state dicts of the modules that have parts, and of optimizers, say so, for what saves and loads them.
 
+    Modules load whole tensors, too.
+
     Returns:
         Whether one did not say so before.
     """
@@ -148,6 +150,8 @@ def say_parts(owners: Iterable[Any]) -> bool:
             new |= {one: _give_states} if _give_states not in vars(one)[STATE_HOOKS].values() else {}
     for one, hook in new.items():
         one.register_state_dict_post_hook(hook)
+        if hook is _give_parts:
+            one.register_load_state_dict_pre_hook(_take_parts)
     return bool(new)
 
 
@@ -163,6 +167,40 @@ def _give_parts(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_:
         if part is not None and isinstance(value, torch.Tensor):
             refuse_torchs_full_state()
             mark_part(value, part)
+
+
+def own_part(value: torch.Tensor, part: Part, what: str) -> torch.Tensor:
+    """What of a tensor in a state belongs to this rank's part: of a whole one the part, else all of it.
+
+    Raises:
+        RuntimeError: it is another part.
+    """
+    if value.shape == part.shape:
+        return value[part.slices]
+    if part_of(value) not in (None, part):
+        raise RuntimeError(
+            f"{what} is {part_of(value)}, this rank has {part}: load what this rank saved, or whole "
+            "tensors (ws.full_state_dict)"
+        )
+    return value
+
+
+def _take_parts(module: torch.nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Of whole tensors that are loaded, this rank takes its parts.
+
+    Raises:
+        RuntimeError: one has another size, or is another part.
+    """
+    for name, parameter in module._parameters.items():
+        key, part = prefix + name, None if parameter is None else part_of(parameter)
+        if part is None or not isinstance(state.get(key), torch.Tensor):
+            continue
+        state[key] = value = own_part(state[key], part, f"{key} in the state")
+        if value.shape != part.size:
+            raise RuntimeError(
+                f"size mismatch for {key}: {list(value.shape)} in the state, {list(part.shape)} in the model, of which "
+                f"this rank has {list(part.size)}: load a state of this model, whole or its parts"
+            )
 
 
 def refuse_torchs_full_state() -> None:

@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from wholestep.comm.api.tracing import is_captured
 from wholestep.errors import UnsupportedError
 from wholestep.parallel.outputs import tensors_in
-from wholestep.parallel.shard_tensors import RULES, ShardGrad, own_part
-from wholestep.tensor_parts import part_of, say_parts
+from wholestep.parallel.shard_tensors import RULES, ShardGrad
+from wholestep.tensor_parts import own_part, part_of, say_parts
 from wholestep.torch_compat import UnwrappedDispatchMode, no_modes
 
 _SEEN: WeakKeyDictionary[torch.optim.Optimizer, Any] = WeakKeyDictionary()  # the states that have no whole tensors

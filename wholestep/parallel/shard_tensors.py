@@ -16,7 +16,7 @@ from torch.nn import functional
 from wholestep import comm
 from wholestep.comm.api.tracing import is_captured
 from wholestep.marks import want_mean
-from wholestep.tensor_parts import Part, part_of
+from wholestep.tensor_parts import part_of
 from wholestep.torch_compat import UNSCALE_GRADIENTS, plain_subclasses, plain_torch_function
 
 _LAYERS = "linear bilinear embedding embedding_bag layer_norm rms_norm group_norm batch_norm conv1d conv2d conv3d prelu"
@@ -101,22 +101,6 @@ def become_parts(parameters: Sequence[torch.Tensor], group: comm.ProcessGroup) -
             parameter.__class__ = ShardParameter
             parameter.__dict__["wholestep_grad"] = kind
     _hook_gradients(parameters, mark)
-
-
-def own_part(value: torch.Tensor, part: Part, what: str) -> torch.Tensor:
-    """What of a tensor in a state belongs to this rank's part: of a whole one the part, else all of it.
-
-    Raises:
-        RuntimeError: it is another part.
-    """
-    if value.shape == part.shape:
-        return value[part.slices]
-    if part_of(value) not in (None, part):
-        raise RuntimeError(
-            f"fully_shard: {what} is {part_of(value)}, this rank has {part}: load what this rank saved, or whole "
-            "tensors (ws.full_state_dict)"
-        )
-    return value
 
 
 def stay_whole(parameters: Sequence[torch.Tensor], groups: Sequence[comm.ProcessGroup], syncs: Any) -> None:

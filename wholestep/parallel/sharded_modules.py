@@ -15,7 +15,7 @@ from wholestep.deferred_init import fill
 from wholestep.parallel.equal_models import require_equal_models
 from wholestep.parallel.shard_optimizers import watch_optimizers
 from wholestep.parallel.shard_schedule import ParameterGroup, ShardSchedule
-from wholestep.parallel.shard_tensors import become_parts, own_part, stay_whole
+from wholestep.parallel.shard_tensors import become_parts, stay_whole
 from wholestep.parallel.sharded_parameters import ALONE_BYTES, Policies, ShardBucket, Sharded
 from wholestep.tensor_parts import part_of, say_parts
 
@@ -183,7 +183,6 @@ def fully_shard(
     module.__dict__["_parameter_group"], module.__dict__["_scalars"] = group, scalars
     module.register_forward_pre_hook(group.before_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(group.after_forward, with_kwargs=True, always_call=True)
-    module.register_load_state_dict_pre_hook(_take_parts)
     say_parts(owner for one in members for owner, _ in one.places)
     module.__class__ = type(f"FSDP{type(module).__name__}", (FSDPModule, type(module)), {})
     below = {path: one._parameter_group for path, one in module.named_modules() if isinstance(one, FSDPModule)}
@@ -268,28 +267,6 @@ def _buckets(members: list[Sharded], policies: Policies) -> list[ShardBucket]:
         large = one.parameter.nbytes >= ALONE_BYTES
         together.setdefault(one.name if large else one.parameter.dtype, []).append(one)
     return [ShardBucket(some, policies) for some in together.values()]
-
-
-def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Loads whole tensors, too: of each, the part."""
-    places = {
-        (owner, last): one
-        for bucket in module._parameter_group.buckets  # type: ignore[union-attr]
-        for one in bucket.members
-        for owner, last in one.places
-    }
-    for path, owner in module.named_modules(remove_duplicate=False):
-        for last in owner._parameters:
-            key, one = prefix + f"{path}.{last}".lstrip("."), places.get((owner, last))
-            value = state.get(key)
-            if one is None or not isinstance(value, torch.Tensor):
-                continue
-            state[key] = value = own_part(value, one.part, f"{key} in the state")
-            if value.shape != (own := one.part.size):
-                raise RuntimeError(
-                    f"fully_shard: size mismatch for {key}: {list(value.shape)} in the state, {list(one.shape)} in the "
-                    f"model, of which this rank has {list(own)}: load a state of this model, whole or its parts"
-                )
 
 
 @contextmanager
