@@ -825,3 +825,51 @@ def test_views_that_are_leaves(own: bool, writes: bool, fullgraph: bool) -> None
 
     for eager, ours in zip(run(step), run(ws.compile(step, fullgraph=fullgraph)), strict=True):
         assert type(ours) is type(eager) and (torch.equal(ours, eager) if isinstance(eager, Tensor) else ours == eager)
+
+
+class _Times:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def apply(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def _closure(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * factor
+
+
+def _default(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda x, factor=factor: x * factor
+
+
+HELD_TWICE: dict[str, tuple[Callable[[Any, Tensor], Tensor], list[Any]]] = {
+    "a closure": (lambda held, x: held(x), [_closure(2), _closure(3), _closure(4)]),
+    "a default": (lambda held, x: held(x), [_default(2), _default(3), _default(4)]),
+    "a bound method": (lambda held, x: held(x), [_Times(2).apply, _Times(3).apply, _Times(4).apply]),
+    "an empty tuple": (lambda held, x: x * len(held), [(), (1,), (1, 2)]),
+    "a tuple in a tuple": (lambda held, x: x * sum(held[0]), [((1, 2), 3), ((1, 5), 3), ((2, 5), 3)]),
+    "a tuple of tensors": (lambda held, x: x * sum(held), [(torch.ones(2),) * count for count in (1, 2, 3)]),
+    "a frozen set": (lambda held, x: x * sum(held), [frozenset({1, 2}), frozenset({3, 4}), frozenset({5})]),
+}
+
+
+@pytest.mark.parametrize("name", HELD_TWICE)
+def test_another_value_in_one_of_two_places_that_held_the_same(name: str) -> None:
+    use, (first, second, third) = HELD_TWICE[name]
+    held = types.SimpleNamespace(one=first, two=first)
+    step = ws.compile(lambda held, x: use(held.one, x) + 10 * use(held.two, x), fullgraph=True)
+    x = torch.ones(2)
+    for where, value in ("two", second), ("one", second), ("one", third), ("two", third), ("one", first):
+        assert torch.equal(step(held, x), use(held.one, x) + 10 * use(held.two, x))
+        setattr(held, where, value)
+    assert torch.equal(step(held, x), use(held.one, x) + 10 * use(held.two, x))
+
+
+def test_settings_that_two_modules_share() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 1, 3), nn.Conv2d(1, 1, 3))
+    model[0].padding = model[1].padding = (1, 1)
+    step, x = ws.compile(lambda model, x: model(x), fullgraph=True), torch.ones(1, 1, 6, 6)
+    assert step(model, x).shape == (1, 1, 6, 6)
+    model[1].padding = (0, 0)
+    assert torch.equal(step(model, x), model(x))

@@ -19,6 +19,7 @@ from functools import partial
 from itertools import chain
 from pathlib import PurePath
 from re import Pattern
+from types import MethodType
 from typing import Any
 
 import numpy
@@ -42,6 +43,7 @@ PLAIN: tuple[type, ...] = (
     datetime.date, datetime.time, datetime.timedelta, datetime.tzinfo,
 )
 EXACT_PLAIN = frozenset(PLAIN)
+BY_CONTENTS = (tuple, frozenset, MethodType)  # guarded wherever they are found: the same one elsewhere is by chance
 _SMALLEST = math.ulp(0)  # which is zero in products where denormal numbers are flushed
 # Types of the numbers that become inputs where they are others at a later call.
 NUMBERS = (int, float, numpy.float64)

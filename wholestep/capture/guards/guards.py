@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.guards.compared_values import META, NUMBERS, is_one_of_a_kind, is_plain, same_plain
+from wholestep.capture.guards.compared_values import BY_CONTENTS, META, NUMBERS, is_one_of_a_kind, is_plain, same_plain
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.handlers import GETTERS, OPERATORS
 from wholestep.capture.snapshot.reachable import Container, Reachable
@@ -173,13 +173,15 @@ def _value_guard(reached: Reachable, source: Source, value: Any, found: list[Gua
         found.append(Guard(source, "value", value))
     elif isinstance(value, types.FunctionType) and first is not None:
         found.append(Guard(source, "code", value.__code__))
+        if first.path != source.path:
+            found.append(Guard(source, "is", first.text))  # what else it has is guarded there
     elif isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType, *OPERATORS)) or \
             is_one_of_a_kind(type(value)):
         found.append(Guard(source, "identity", value))
     elif first is None or isinstance(value, GETTERS):
         found.append(Guard(source, "type", type(value)))
         found.append(_of_object(source, value))
-    elif isinstance(value, (tuple, frozenset, types.MethodType)):
+    elif isinstance(value, BY_CONTENTS):
         found.append(Guard(source, "type", type(value)))
     elif first.path == source.path:
         found.append(Guard(source, "type", type(value)))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from wholestep.capture.guards.compared_values import EXACT_PLAIN, NUMBERS
+from wholestep.capture.guards.compared_values import BY_CONTENTS, EXACT_PLAIN, NUMBERS
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.called_code import CalledCode, attributes_read
 from wholestep.capture.snapshot.code_handlers import add_class_values
@@ -150,7 +150,7 @@ def walk(found: Reachable) -> None:
     while found.queued or _reveal(found) or early or late:
         waited = not found.queued
         value, source = (early or late).popleft() if waited else found.queued.pop()
-        if type(value) in EXACT_PLAIN or id(value) in found.first:
+        if type(value) in EXACT_PLAIN or (id(value) in found.first and not isinstance(value, BY_CONTENTS)):
             continue
         handle = handler(type(value))  # type: ignore[arg-type]
         if handle is None:
@@ -158,7 +158,7 @@ def walk(found: Reachable) -> None:
         if handle in WAITING and not waited:
             found.waiting[WAITING[handle]].append((value, source))
             continue
-        found.first[id(value)] = source
+        found.first.setdefault(id(value), source)
         found.kept.append(value)
         mark = len(found.queued)
         handle(found, value, source)
