@@ -873,3 +873,58 @@ def test_settings_that_two_modules_share() -> None:
     assert step(model, x).shape == (1, 1, 6, 6)
     model[1].padding = (0, 0)
     assert torch.equal(step(model, x), model(x))
+
+
+def _of_namespace(factor: float) -> Callable[[Tensor], Tensor]:
+    """A function of `exec`, whose global variables are no module's."""
+    namespace: dict[str, Any] = {"FACTOR": factor, "__name__": "generated"}
+    exec(_GENERATED, namespace)  # noqa: S102 - as libraries do that generate code
+    return namespace["scaled"]  # type: ignore[no-any-return]
+
+
+_GENERATED = compile("def scaled(x): return x * FACTOR", "generated", "exec")
+
+
+@pytest.mark.parametrize("order", [[(0, 0), (0, 1), (1, 1), (1, 2), (2, 0)], [(0, 1), (0, 2), (1, 0), (2, 2)]])
+def test_generated_functions_of_one_code_have_their_own_globals(order: list[tuple[int, int]]) -> None:
+    scaled = [_of_namespace(factor) for factor in (2, 3, 4)]
+    held, x = types.SimpleNamespace(one=None, two=None), torch.ones(2)
+    step = ws.compile(lambda held, x: held.one(x) + 10 * held.two(x), fullgraph=True)
+    for one, two in order:
+        held.one, held.two = scaled[one], scaled[two]
+        assert torch.equal(step(held, x), held.one(x) + 10 * held.two(x))
+
+
+def _inner(x: Tensor) -> Tensor:
+    return x * len(HELD_TWICE)
+
+
+def _outer(x: Tensor, inner: Callable[[Tensor], Tensor] = _inner) -> Tensor:
+    return inner(x) + 1
+
+
+class _Late:
+    def __init__(self, act: Callable[[Tensor], Tensor]) -> None:
+        self.act = act
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.act(x) + _inner(x)
+
+
+def test_functions_may_be_met_in_another_order() -> None:
+    step, x = ws.compile(lambda held, x: held(x), fullgraph=True), torch.ones(2)
+    for _ in range(3):
+        held = _Late(_outer)
+        assert torch.equal(step(held, x), held(x))
+    assert step.captures == 1 and not step.recompiles
+
+
+def test_a_global_variable_that_hides_one_of_pythons() -> None:
+    x, step = torch.ones(2), ws.compile(lambda x: x * abs(-2), fullgraph=True)
+    assert torch.equal(step(x), x * 2)
+    globals()["abs"] = lambda number: 5
+    try:
+        assert torch.equal(step(x), x * 5)
+    finally:
+        del globals()["abs"]
+    assert torch.equal(step(x), x * 2)

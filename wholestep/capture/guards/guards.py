@@ -23,6 +23,7 @@ from wholestep.capture.sources import Source, variable
 from wholestep.torch_compat import HOOK_TABLES
 
 STATE = "global state"
+SAME_CODE = "function"
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +33,8 @@ class Guard:
     Attributes:
         source: where the value is found; None for settings that hold everywhere.
         kind: what is compared there: a "value", "type", "code", "identity" or "number", the metadata of a "tensor", the
-            "structure of" a container; an "object" that is not looked into; "is" for one that stands in two places.
+            "structure of" a container; an "object" that is not looked into; "is" for one that stands in two
+            places, and SAME_CODE for a function that does: `expected` is the place where it is met first.
         expected: what was found when the step was captured.
     """
 
@@ -61,7 +63,8 @@ class Guard:
         return bool(same_plain(found, self.expected) or (self.expected != self.expected and found != found))
 
     def __str__(self) -> str:
-        return self.where + (f" is {self.expected}" if self.kind == "is" else f" {self.kind}: {self._expectation()}")
+        shared = self.kind in ("is", SAME_CODE)
+        return self.where + (f" is {self.expected}" if shared else f" {self.kind}: {self._expectation()}")
 
     def _expectation(self) -> str:
         if self.kind == "arguments":
@@ -99,6 +102,10 @@ STATE_NAMES = (
     "default device", "flags that torch keeps in Python", "hooks of all modules and optimizers",
     "denormal numbers being flushed", "kernels replaced in Python",
 )
+
+
+class Missing:
+    """The type of a global variable that is named and not there, or is one of Python's own."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +153,9 @@ def guards(reached: Reachable) -> list[Guard]:
     for container in reached.containers:
         if container.kind is kinds.TENSOR:
             found.append(Guard(container.source, "tensor", reached.metadata[id(container.value)]))
+        elif container.kind is kinds.GLOBALS:
+            missing = (name for name in container.value.names if name not in container.before)
+            found += [Guard(reached.child(container, name), "type", Missing) for name in missing]
         elif container.kind not in kinds.USED or container.value.library is None:  # of which there may be two
             found.append(Guard(container.source, f"structure of {container.kind.name}", _structure(reached, container)))
         names = dict(container.children)
@@ -172,9 +182,10 @@ def _value_guard(reached: Reachable, source: Source, value: Any, found: list[Gua
     if is_plain(value):
         found.append(Guard(source, "value", value))
     elif isinstance(value, types.FunctionType) and first is not None:
-        found.append(Guard(source, "code", value.__code__))
+        apart = reached.apart.get(id(value.__globals__))
+        found.append(Guard(source, "code", value.__code__ if apart is None else (value.__code__, apart)))
         if first.path != source.path:
-            found.append(Guard(source, "is", first.text))  # what else it has is guarded there
+            found.append(Guard(source, SAME_CODE, first))  # what else it has is guarded there
     elif isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType, *OPERATORS)) or \
             is_one_of_a_kind(type(value)):
         found.append(Guard(source, "identity", value))
@@ -186,7 +197,7 @@ def _value_guard(reached: Reachable, source: Source, value: Any, found: list[Gua
     elif first.path == source.path:
         found.append(Guard(source, "type", type(value)))
     else:
-        found.append(Guard(source, "is", first.text))
+        found.append(Guard(source, "is", first))
 
 
 def _of_object(source: Source, value: Any) -> Guard:
@@ -202,15 +213,15 @@ def _of_object(source: Source, value: Any) -> Guard:
 
 def compare(old: list[Guard], new: list[Guard]) -> GuardFailure | None:
     """The first guard of ``old`` that ``new``, derived from a later call, does not meet; None when all hold."""
-    later, earlier = {g.key: g for g in new}, {g.key for g in old}
+    later, earlier = {g.key: g for g in new}, {g.key: g for g in old}
     for guard in new:
-        if guard.kind == "is" and guard.key not in earlier:
+        if guard.kind == "is" and not _are_one(guard, earlier):
             return GuardFailure(f"{_pair(guard)}: expected two objects, found the same one")
     for guard in old:
         match = later.get(guard.key)
-        if match is not None and guard.holds(match.expected):
+        if _are_one(guard, later) if guard.kind in ("is", SAME_CODE) else match and guard.holds(match.expected):
             continue
-        if guard.kind == "is":
+        if guard.kind in ("is", SAME_CODE):
             return GuardFailure(f"{_pair(guard)}: expected the same object, found two")
         varying = frozenset[str]()
         if match is not None and _is_number(guard, match):
@@ -222,6 +233,13 @@ def compare(old: list[Guard], new: list[Guard]) -> GuardFailure | None:
             varying = frozenset(g.key[0] for g in fresh if g.kind == "value" and type(g.expected) in NUMBERS)
         return GuardFailure(_reason(guard, match, later), varying, by_value=guard.kind == "value")
     return None
+
+
+def _are_one(guard: Guard, others: dict[tuple[str, str], Guard]) -> bool:
+    """Whether other guards have one object in both places, whichever of them they met first."""
+    here, first = (others.get((path, guard.kind)) for path in (guard.key[0], guard.expected.path))
+    one, two = here.expected if here else guard.source, first.expected if first else guard.expected
+    return bool(one == two)
 
 
 def _is_number(guard: Guard, match: Guard) -> bool:

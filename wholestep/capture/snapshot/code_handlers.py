@@ -109,19 +109,27 @@ def walk_function(
         names = global_names(function.__code__)
         if not named(function.__code__).isdisjoint(("globals", "f_globals", "eval", "exec")):
             names = (*names, *(name for name in function.__globals__ if not name.startswith("__")))
-        own = function.__globals__
+        own, place = function.__globals__, _globals_of(found, function, source)
         given = [name for name in names if name not in own and _is_given(name)]
-        for table, named_there, place in (
-            (own, names, sources.Globals(source, function.__module__ or "")),
+        for table, named_there, where in (
+            (own, names, place),
             (vars(builtins), given, sources.Vars(sources.module("builtins"))),
         ):
             fresh = tuple(name for name in named_there if (id(table), name) not in found.used_globals)
             found.used_globals.update((id(table), name) for name in fresh)
             if fresh:
-                found.add(UsedGlobals(table, fresh), place, kinds.GLOBALS)
+                found.add(UsedGlobals(table, fresh), where, kinds.GLOBALS)
         _modules(found, function, source, is_walked)
     else:
         found.names_read.names.add(function.__name__)
+
+
+def _globals_of(found: Reachable, function: types.FunctionType, source: sources.Source) -> sources.Source:
+    """A function's global variables: by the name of their module, or, of none that is loaded, by the first function."""
+    table, name = function.__globals__, function.__module__ or ""
+    if getattr(sys.modules.get(name), "__dict__", None) is not table:  # of `exec`
+        name = found.apart.setdefault(id(table), source.path)
+    return sources.Globals(source, name)
 
 
 def _is_given(name: str) -> bool:
@@ -135,7 +143,7 @@ def _modules(
 ) -> None:
     """The modules of the user's that a function imports, and what it names in those of libraries and their objects."""
     table, names = function.__globals__, named(function.__code__)
-    place, of_names = sources.Globals(source, function.__module__ or ""), global_names(function.__code__)
+    place, of_names = _globals_of(found, function, source), global_names(function.__code__)
     holders = [(table[name], sources.of_module(place, name)) for name in of_names if name in table]
     holders += [(held, source) for cell in function.__closure__ or () for held in kinds.CELL.read(cell).values()]
     holders = [(holder, where) for holder, where in holders

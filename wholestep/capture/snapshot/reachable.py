@@ -114,6 +114,7 @@ class Reachable:
         first: id of an object -> the first source that led to it.
         owners: paths of objects whose tensors are no batch: modules, optimizers, the user's own.
         used_globals: globals met: id of the module's table, name.
+        apart: id of a table of global variables that is no module's -> the path of the function that led there.
         stand_ins: id of an object -> makes what stands in its place while the step is traced.
         library_classes: classes of libraries that objects have, with where they are found.
         asking: globals of functions that ask for types, and the function by which they ask.
@@ -138,6 +139,7 @@ class Reachable:
         self.numbers: list[NumberInput] = []
         self.owners: set[str] = set()
         self.used_globals: set[tuple[int, str]] = set()
+        self.apart: dict[int, str] = {}
         self.library_classes: dict[type, Source] = {}
         self.asking: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
         self.names_read = NamesRead()
