@@ -23,7 +23,7 @@ from wholestep.capture.sources import Source, variable
 from wholestep.torch_compat import HOOK_TABLES
 
 STATE = "global state"
-SAME_CODE = "function"
+SHARED = "is", "is function"  # kinds of guards of what stands in two places
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Guard:
         source: where the value is found; None for settings that hold everywhere.
         kind: what is compared there: a "value", "type", "code", "identity" or "number", the metadata of a "tensor", the
             "structure of" a container; an "object" that is not looked into; "is" for one that stands in two
-            places, and SAME_CODE for a function that does: `expected` is the place where it is met first.
+            places, "is function" for a function that does: `expected` is the place where it was met first.
         expected: what was found when the step was captured.
     """
 
@@ -63,8 +63,7 @@ class Guard:
         return bool(same_plain(found, self.expected) or (self.expected != self.expected and found != found))
 
     def __str__(self) -> str:
-        shared = self.kind in ("is", SAME_CODE)
-        return self.where + (f" is {self.expected}" if shared else f" {self.kind}: {self._expectation()}")
+        return self.where + (f" is {self.expected}" if self.kind in SHARED else f" {self.kind}: {self._expectation()}")
 
     def _expectation(self) -> str:
         if self.kind == "arguments":
@@ -185,7 +184,7 @@ def _value_guard(reached: Reachable, source: Source, value: Any, found: list[Gua
         apart = reached.apart.get(id(value.__globals__))
         found.append(Guard(source, "code", value.__code__ if apart is None else (value.__code__, apart)))
         if first.path != source.path:
-            found.append(Guard(source, SAME_CODE, first))  # what else it has is guarded there
+            found.append(Guard(source, "is function", first))  # what else it has is guarded there
     elif isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType, *OPERATORS)) or \
             is_one_of_a_kind(type(value)):
         found.append(Guard(source, "identity", value))
@@ -219,9 +218,9 @@ def compare(old: list[Guard], new: list[Guard]) -> GuardFailure | None:
             return GuardFailure(f"{_pair(guard)}: expected two objects, found the same one")
     for guard in old:
         match = later.get(guard.key)
-        if _are_one(guard, later) if guard.kind in ("is", SAME_CODE) else match and guard.holds(match.expected):
+        if _are_one(guard, later) if guard.kind in SHARED else match and guard.holds(match.expected):
             continue
-        if guard.kind in ("is", SAME_CODE):
+        if guard.kind in SHARED:
             return GuardFailure(f"{_pair(guard)}: expected the same object, found two")
         varying = frozenset[str]()
         if match is not None and _is_number(guard, match):
