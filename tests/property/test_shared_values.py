@@ -6,7 +6,6 @@ WHOLESTEP_TEST_LONG=1 runs many more programs.
 
 from __future__ import annotations
 
-import os
 import random
 from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable
@@ -14,13 +13,13 @@ from functools import partial
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import wholestep as ws
 
-PROGRAMS = range(1000 if os.environ.get("WHOLESTEP_TEST_LONG") else 24)
 DEPTH = 6
 Pair = namedtuple("Pair", "a b")  # noqa: PYI024 - of any values
 GENERATED = compile("def generated(depth): return digest(VALUE, depth)", "generated", "exec")
@@ -159,6 +158,6 @@ def results(seed: int, fn: Callable[[Any, Tensor], Tensor]) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("seed", PROGRAMS)
+@given(st.integers(0, 2**32))
 def test_changes_of_values_in_several_places(seed: int) -> None:
     assert results(seed, ws.compile(step, fullgraph=True)) == results(seed, step)
