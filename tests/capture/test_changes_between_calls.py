@@ -928,3 +928,53 @@ def test_a_global_variable_that_hides_one_of_pythons() -> None:
     finally:
         del globals()["abs"]
     assert torch.equal(step(x), x * 2)
+
+
+def _nested(value: Any, levels: int) -> Any:
+    for _ in range(levels):
+        value = (value, value)
+    return value
+
+
+def _sum_of(value: Any, levels: int) -> Any:
+    """The sum along a path that turns at each level."""
+    for level in range(levels):
+        value = value[level % 2]
+    return value
+
+
+def test_tuples_that_hold_one_tuple_twice_at_each_of_many_levels() -> None:
+    levels = 60  # 2⁶⁰ places
+
+    def step(held: types.SimpleNamespace, hidden: Any, x: Tensor) -> Tensor:
+        return x * _sum_of(held.one, levels) + _sum_of(hidden, levels)
+
+    ours, x, weight = ws.compile(step, fullgraph=True), torch.ones(2), torch.ones(2, requires_grad=True)
+    for number in 2, 3, 3, 2:
+        held, hidden = types.SimpleNamespace(one=_nested(number, levels)), _nested(weight * number, levels)
+        assert torch.equal(ours(held, hidden, x), step(held, hidden, x))
+
+
+@pytest.mark.parametrize("places", [3, 30])
+def test_a_nested_tuple_that_many_places_hold(places: int) -> None:
+    ours, x = ws.compile(lambda held, x: x * sum(one[0][0] for one in held), fullgraph=True), torch.ones(2)
+    shared = ((1, 2), 3)
+    held = [shared] * places
+    for _ in range(2):
+        assert ours(held, x)[0] == places
+        held[-1] = ((5, 2), 3)
+        assert ours(held, x)[0] == places + 4
+        held[-1] = ((1, 2), 3)
+        assert ours(held, x)[0] == places
+        held[:] = [((6, 2), 3)] * places
+        assert ours(held, x)[0] == 6 * places
+        held[:] = [((1, 2), 3) for _ in range(places)]
+
+
+def test_a_tuple_around_an_intermediate_is_one_in_both_places() -> None:
+    pair = (torch.ones(2, requires_grad=True) * 2,)
+
+    def step(one: Any, two: Any) -> Tensor:
+        return one[0] * (3 if one is two else 5)
+
+    assert torch.equal(ws.compile(step, fullgraph=True)(pair, pair), step(pair, pair))

@@ -23,7 +23,7 @@ from wholestep.capture.sources import Source, variable
 from wholestep.torch_compat import HOOK_TABLES
 
 STATE = "global state"
-SHARED = "is", "is function"  # kinds of guards of what stands in two places
+SHARED = "is", "is still"  # kinds of guards of what stands in two places
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Guard:
         source: where the value is found; None for settings that hold everywhere.
         kind: what is compared there: a "value", "type", "code", "identity" or "number", the metadata of a "tensor", the
             "structure of" a container; an "object" that is not looked into; "is" for one that stands in two
-            places, "is function" for a function that does: `expected` is the place where it was met first.
+            places, "is still" for one of two that may become one: `expected` is the place where it was met first.
         expected: what was found when the step was captured.
     """
 
@@ -184,7 +184,7 @@ def _value_guard(reached: Reachable, source: Source, value: Any, found: list[Gua
         apart = reached.apart.get(id(value.__globals__))
         found.append(Guard(source, "code", value.__code__ if apart is None else (value.__code__, apart)))
         if first.path != source.path:
-            found.append(Guard(source, "is function", first))  # what else it has is guarded there
+            found.append(Guard(source, "is still", first))  # what else it has is guarded there
     elif isinstance(value, (type, types.BuiltinFunctionType, types.ModuleType, *OPERATORS)) or \
             is_one_of_a_kind(type(value)):
         found.append(Guard(source, "identity", value))
@@ -193,6 +193,8 @@ def _value_guard(reached: Reachable, source: Source, value: Any, found: list[Gua
         found.append(_of_object(source, value))
     elif isinstance(value, BY_CONTENTS):
         found.append(Guard(source, "type", type(value)))
+        if source.path in reached.repeated:
+            found.append(Guard(source, "is still", first))
     elif first.path == source.path:
         found.append(Guard(source, "type", type(value)))
     else:

@@ -5,7 +5,7 @@ What tensors are to a step is told by where they are found: parameters, buffers,
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,6 +114,8 @@ class Reachable:
         first: id of an object -> the first source that led to it.
         owners: paths of objects whose tensors are no batch: modules, optimizers, the user's own.
         used_globals: globals met: id of the module's table, name.
+        places: id of a nested tuple -> in how many places it was met after the first.
+        repeated: paths of those places in which it was not walked again.
         apart: id of a table of global variables that is no module's -> the path of the function that led there.
         stand_ins: id of an object -> makes what stands in its place while the step is traced.
         library_classes: classes of libraries that objects have, with where they are found.
@@ -139,6 +141,8 @@ class Reachable:
         self.numbers: list[NumberInput] = []
         self.owners: set[str] = set()
         self.used_globals: set[tuple[int, str]] = set()
+        self.places: Counter[int] = Counter()
+        self.repeated: set[str] = set()
         self.apart: dict[int, str] = {}
         self.library_classes: dict[type, Source] = {}
         self.asking: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}

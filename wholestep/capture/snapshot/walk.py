@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from wholestep.capture.container_access import contents
 from wholestep.capture.guards.compared_values import BY_CONTENTS, EXACT_PLAIN, NUMBERS
 from wholestep.capture.snapshot import container_kinds as kinds
 from wholestep.capture.snapshot.called_code import CalledCode, attributes_read
@@ -24,6 +25,7 @@ from wholestep.capture.snapshot.user_code import is_library, own
 from wholestep.capture.sources import Call, Source, Vars, argument, constant
 from wholestep.torch_compat import global_hooks
 
+_PLACES = 8  # in which a nested tuple is looked into; in others it is the same one
 _VARYING = (kinds.MAPPING, kinds.ATTRIBUTES, kinds.SLOTS, kinds.LIST, kinds.CELL, kinds.GLOBALS, kinds.MODULE)
 
 
@@ -150,7 +152,7 @@ def walk(found: Reachable) -> None:
     while found.queued or _reveal(found) or early or late:
         waited = not found.queued
         value, source = (early or late).popleft() if waited else found.queued.pop()
-        if type(value) in EXACT_PLAIN or (id(value) in found.first and not isinstance(value, BY_CONTENTS)):
+        if type(value) in EXACT_PLAIN or (id(value) in found.first and not _is_walked_again(found, value, source)):
             continue
         handle = handler(type(value))  # type: ignore[arg-type]
         if handle is None:
@@ -163,6 +165,18 @@ def walk(found: Reachable) -> None:
         mark = len(found.queued)
         handle(found, value, source)
         found.queued[mark:] = reversed(found.queued[mark:])  # a stack: what was queued first is walked first
+
+
+def _is_walked_again(found: Reachable, value: Any, source: Source) -> bool:
+    """True for what is guarded by contents, unless it is nested: then in some places, or there are 2ⁿ of them."""
+    if not isinstance(value, BY_CONTENTS):
+        return False
+    if isinstance(value, (tuple, frozenset)) and any(isinstance(inner, BY_CONTENTS) for inner in contents(value)):
+        found.places[id(value)] += 1
+        if found.places[id(value)] > _PLACES:
+            found.repeated.add(source.path)
+            return False
+    return True
 
 
 def _reveal(found: Reachable) -> bool:

@@ -74,6 +74,7 @@ class DetachedAliases:
     def __init__(self, tensors: Iterable[TensorInput], replaced: Mapping[int, torch.nn.Module] | None = None) -> None:
         self.of: dict[int, Any] = dict(replaced or {})
         self.found: dict[int, TensorInput] = {}
+        self._tuples: dict[int, tuple[Any, Any]] = {}  # id of a tuple -> it, and what takes its place everywhere
         self._known = {id(f.tensor): f for f in tensors}
         self._hidden = Counter(id(f.tensor._base) for f in self._known.values() if f.tensor._base is not None)
         for found in self._known.values():
@@ -123,13 +124,14 @@ class DetachedAliases:
         """A value with what has an alias replaced by it; tuples are made anew around theirs, others stay."""
         if id(value) in self.of:
             return self.of[id(value)]
-        if isinstance(value, tuple) and not isinstance(value, torch.Size):
-            parts = [self.exchange(item) for item in value]
-            if all(new is old for new, old in zip(parts, value, strict=True)):
-                return value
-            kind: Any = type(value)
-            return kind._make(parts) if hasattr(kind, "_make") else kind(parts)
-        return value
+        if not isinstance(value, tuple) or isinstance(value, torch.Size):
+            return value
+        if id(value) not in self._tuples:
+            parts, kind = [self.exchange(item) for item in value], type(value)
+            same = all(new is old for new, old in zip(parts, value, strict=True))
+            made: Any = value if same else getattr(kind, "_make", kind)(parts)
+            self._tuples[id(value)] = value, made
+        return self._tuples[id(value)][1]
 
 
 def _node(tensor: torch.Tensor) -> Any:
