@@ -52,8 +52,8 @@ test-long: $(STAMP)
 
 # every operator and module of torch's own tables, all samples, float32 and float64: half an hour on two cores
 test-ops: $(STAMP)
-	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -n $(JOBS) -q tests/autograd/test_operators.py tests/trace/test_kernel_layouts.py tests/trace/test_host_numbers.py \
-		tests/autograd/test_compiled_backward_operators.py $(ARGS)
+	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -n $(JOBS) -q tests/autograd/test_operators.py tests/trace/test_kernel_layouts.py \
+		tests/autograd/test_compiled_backward_operators.py tests/trace/test_host_numbers.py $(ARGS)
 
 # every model's step along one axis and two, against one device: ten minutes; then twenty steps of six models on 2, 4 and 8
 # ranks under every plan: an hour

@@ -194,14 +194,21 @@ def beside_stock(store: str) -> dict[str, float]:
     found = {}
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     with stock_world(store):
-        for name, policy in {"float32": {}, "bfloat16": bf16}.items():
+        for name, policy in {"float32": {}, "divided": {}, "bfloat16": bf16}.items():
             runs = []
             for shard, kind in ((fully_shard, MixedPrecisionPolicy), (stock_fully_shard, StockPolicy)):
                 model = shard_all(drawn(Stack(unused=True)), shard, mp_policy=kind(**policy))
+                for one in model.modules() if name == "divided" else ():
+                    if hasattr(one, "set_force_sum_reduction_for_comms"):  # of torch's, which Gloo needs
+                        one.set_force_sum_reduction_for_comms(True)
+                    if hasattr(one, "set_gradient_divide_factor"):
+                        one.set_gradient_divide_factor(3.0)
                 opt, seen = torch.optim.AdamW(model.parameters(), lr=0.05), []
                 for iteration in range(4):
                     random = torch.Generator().manual_seed(100 * iteration + comm.get_rank())
                     model.set_requires_gradient_sync(iteration % 2 == 1)
+                    model.set_reshard_after_backward(iteration % 2 == 1)
+                    model.set_is_last_backward(iteration % 2 == 1)
                     loss = model(torch.randn(4, WIDE, generator=random)).float().square().mean()
                     loss.backward()
                     seen.append(loss.item())
@@ -326,6 +333,20 @@ def details() -> dict[str, Any]:
         type(one) is torch.Tensor for one in (model.first.weight.grad * 2, model.first.weight.grad.clone())
     )
     found["kind"] = isinstance(model.first.weight.grad, ShardGrad) and "FSDPStack" in repr(model)
+    first = model._parameter_group
+    model.set_reshard_after_backward(False)
+    model(x).square().mean().backward()
+    there = first.buckets[0].whole
+    found["whole after the backward"] = there is not None and not first.unsharded and "weight" not in vars(model.first)
+    model(x).square().mean().backward()
+    found["not gathered again"] = first.buckets[0].whole is there
+    with torch.no_grad():
+        first.buckets[0].parameters[0].add_(1)
+    model(x).square().mean().backward()
+    found["gathered again"] = first.buckets[0].whole is not there
+    model.set_reshard_after_backward(True)
+    model(x).square().mean().backward()
+    found["let go of"] = first.buckets[0].whole is None
     scaler, opt = torch.amp.GradScaler("cpu"), torch.optim.SGD(model.parameters(), lr=0.1)
     if rank == 0:
         model.first.weight.grad[0, 0] = math.inf

@@ -106,16 +106,16 @@ class ShardSchedule:
             for bucket in group.buckets:
                 if bucket.syncs and any(one is not None for one in bucket.kept):  # not used in the last backward
                     bucket.accumulate(self.reduce(bucket, [None] * len(bucket.kept)))
-        self._settle()
+        self._settle(after_backward=True)
 
-    def _settle(self) -> None:
+    def _settle(self, after_backward: bool = False) -> None:
         """Lets go of all whole parameters; compares what the ranks gathered and reduced.
 
         Raises:
             DistMismatchError: on all ranks, where some used other modules or parameters than others.
         """
         for group in self.groups:
-            group.reshard()
+            group.reshard(after_backward)
         mine, self.events = self.events, []
         every = torch.empty(self.process_group.size(), dtype=torch.int64)
         comm.all_gather_into_tensor(every, torch.tensor([hash(tuple(mine))]), self.process_group)
@@ -157,6 +157,7 @@ class ParameterGroup:
         schedule: of the outermost module that has this one.
         packed: whether a backward needs them whole.
         unsharded: whether the modules show them whole.
+        stays: whether they stay after a backward, unseen.
         uses: made before this forward.
     """
 
@@ -168,7 +169,7 @@ class ParameterGroup:
     ) -> None:  # fmt: skip
         self.name, self.buckets, self.policies, self.reshards = name, buckets, policies, reshards
         self.cast_inputs, self.cast_outputs = cast_inputs, cast_outputs
-        self.packed = self.unsharded = False
+        self.packed = self.unsharded = self.stays = False
         self.uses: list[Use] = []
         self._packing: list[AbstractContextManager[Any]] = []
         self._places = [place for bucket in buckets for one in bucket.members for place in one.places]
@@ -198,13 +199,13 @@ class ParameterGroup:
         self.unsharded = True
         self._tell_rnns()
 
-    def reshard(self) -> None:
-        """Lets go of the whole parameters."""
+    def reshard(self, after_backward: bool = False) -> None:
+        """Lets go of the whole parameters, at least in the modules."""
         if self.unsharded:
             self._hide_whole()
             self.unsharded = False
             self._tell_rnns()
-        for bucket in self.buckets:
+        for bucket in self.buckets if not (after_backward and self.stays) else ():
             bucket.drop()
 
     def _tell_rnns(self) -> None:
@@ -263,6 +264,7 @@ class ParameterGroup:
         other = any((policies.reduce_dtype or policies.computes(one)) is not one.dtype for one in parameters)
         for what, found in (
             ("gradients that are kept, not reduced", kept),
+            ("gradients that are divided by a factor", any(bucket.divisor is not None for bucket in buckets)),
             ("gradients that are reduced in another dtype than the parameter's", other),
             ("hooks on parameters, which get the reduced gradients of parts", any(map(_has_hooks, parameters))),
             ("a mesh of copies", policies.replicas is not None),
@@ -293,7 +295,7 @@ class ParameterGroup:
                 self.unshard()
 
     def _after_backward(self, grads: Sequence[torch.Tensor | None]) -> None:
-        self.reshard()
+        self.reshard(after_backward=True)
 
     @property
     def _reshards(self) -> bool:

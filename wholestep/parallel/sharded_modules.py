@@ -104,6 +104,28 @@ class FSDPModule:
             one._parameter_group.reshards = reshard_after_forward
             one._parameter_group.say_how()
 
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether whole parameters are let go of after the backward: if not, the next forward needs no gather, unless
+        the parts were changed meanwhile."""
+        for group in _groups_in(self, recurse):
+            group.stays = not reshard_after_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Gradients of the module's own group become the sum over the ranks, divided by this; not their mean.
+
+        Raises:
+            ValueError: the module has a parameter without a dimension, whose gradient is a mean.
+        """
+        if self._scalars:
+            raise ValueError("fully_shard: gradients of parameters without a dimension are means: leave them out "
+                             "(ignored_params), or divide the loss")
+        self.__dict__["_gradient_divide_factor"] = factor  # for captured steps to see
+        for bucket in self._parameter_group.buckets:
+            bucket.divisor = factor
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """For scripts that say it: each backward that reduces waits for its reductions."""
+
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """For scripts that say it: what comes next is known from the last forward, and one module is gathered ahead."""
 

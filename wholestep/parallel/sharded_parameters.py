@@ -97,6 +97,7 @@ class ShardBucket:
         shown: what modules show of them.
         stamp: that of the parts that they were gathered from: how often they got other memory, and their versions.
         syncs: whether gradients are reduced, or kept.
+        divisor: what their sum is divided by; None for their mean.
     """
 
     number = 0
@@ -109,6 +110,7 @@ class ShardBucket:
         self.shown: tuple[torch.Tensor, ...] = ()
         self.stamp: list[int] = []
         self.syncs = True
+        self.divisor: float | None = None
         self.kept: list[torch.Tensor | None] = [None] * len(members)
         self._coming: tuple[comm.Work | None, torch.Tensor, torch.Tensor] | None = None
         self._laid_out = 0
@@ -279,7 +281,7 @@ class ShardBucket:
 
 
 class Reduction:
-    """The mean of gradients over the ranks, of which each gets its parts."""
+    """The mean of gradients over the ranks, or their sum divided by a factor, of which each rank gets its parts."""
 
     def __init__(self, bucket: ShardBucket, grads: list[torch.Tensor | None], async_op: bool) -> None:
         self._bucket, policies, size = bucket, bucket.policies, bucket.policies.group.size()
@@ -292,9 +294,12 @@ class Reduction:
         else:
             filled = [one for one in rows if one.numel()]  # the kernel refuses others
             given = torch.ops.aten._chunk_cat(filled, 0, size) if filled else rows[0].new_empty(size, 0)
+        self._reduces = "avg"
+        if bucket.divisor is not None:
+            self._reduces, given = "sum", given / bucket.divisor  # now, or a sum in float16 may overflow
         self._result = memory_for(policies.group, given.shape[1], given.dtype, given.device)
         with noted(_ELSEWHERE.format("reduces gradients of {}"), self._members):
-            self._work = comm.reduce_scatter_tensor(self._result, given, "avg", policies.group, async_op)
+            self._work = comm.reduce_scatter_tensor(self._result, given, self._reduces, policies.group, async_op)
         self._given: torch.Tensor | None = given
 
     def wait(self) -> None:
@@ -309,7 +314,7 @@ class Reduction:
         self.wait()
         policies = self._bucket.policies
         if policies.replicas is not None:
-            comm.all_reduce(self._result, "avg", group=policies.replicas)
+            comm.all_reduce(self._result, self._reduces, group=policies.replicas)
         result = self._result.to(policies.home, self._bucket.flat.dtype)
         pieces = iter(result.split([one.chunk for one in self._members]))
         return [
