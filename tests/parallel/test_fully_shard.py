@@ -28,7 +28,7 @@ def test_models_of_transformers_train_as_the_naive_form():
 
 def test_trains_as_torchs(tmp_path):
     for each in run_ranks(programs.beside_stock, 2, args=(str(tmp_path / "store"),)):
-        assert each["float32"] < 1e-5 and each["divided"] < 1e-5 and each["bfloat16"] < 0.02
+        assert max(each[name] for name in ("float32", "divided", "copies")) < 1e-5 and each["bfloat16"] < 0.02
 
 
 def test_whole_parameters_saved_and_loaded(tmp_path):
@@ -74,7 +74,7 @@ def test_mistakes_are_errors_with_names_on_all_ranks():
         assert "expects an nn.Module, found list" in each["module"]
         assert "containers that do not implement forward: ModuleList" in each["container"]
         assert "this FSDPLinear is sharded already" in each["again"]
-        assert "True, False or None, found 2" in each["number"]
+        assert "True, False, None or a number of ranks, found '2'" in each["number"]
         assert "is on the meta device, without values" in each["meta"]
         assert "the ranks' models differ: parameter 0 is weight float32 [2, 2] on rank 0" in each["differ"]
         assert "1.weight is tied to a parameter of a module that is sharded already" in each["tied"]

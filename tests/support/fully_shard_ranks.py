@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh as init_stock_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as StockPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -194,10 +195,13 @@ def beside_stock(store: str) -> dict[str, float]:
     found = {}
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     with stock_world(store):
-        for name, policy in {"float32": {}, "divided": {}, "bfloat16": bf16}.items():
+        of_copies = {"mesh": init_stock_mesh("cpu", (2, 1), mesh_dim_names=("copies", "parts"))}
+        settings = {"divided": {"mesh": init_stock_mesh("cpu", (2,)), "reshard_after_forward": 2}, "copies": of_copies}
+        for name, policy in {"float32": {}, "divided": {}, "copies": {}, "bfloat16": bf16}.items():
             runs = []
             for shard, kind in ((fully_shard, MixedPrecisionPolicy), (stock_fully_shard, StockPolicy)):
-                model = shard_all(drawn(Stack(unused=True)), shard, mp_policy=kind(**policy))
+                chosen = settings.get(name, {}) if shard is fully_shard or name == "copies" else {}
+                model = shard_all(drawn(Stack(unused=True)), shard, mp_policy=kind(**policy), **chosen)
                 for one in model.modules() if name == "divided" else ():
                     if hasattr(one, "set_force_sum_reduction_for_comms"):  # of torch's, which Gloo needs
                         one.set_force_sum_reduction_for_comms(True)
@@ -485,7 +489,7 @@ def mistakes() -> dict[str, str]:
     note("module", lambda: fully_shard([nn.Linear(2, 2)]))
     note("container", lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])))
     note("again", lambda: fully_shard(linear))
-    note("number", lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward=2))
+    note("number", lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward="2"))
     note("meta", lambda: fully_shard(nn.Linear(2, 2, device="meta")))
     note("differ", lambda: fully_shard(nn.Linear(2, 2 + rank)))
     note("tied", tied_to_child)

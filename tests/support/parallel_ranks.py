@@ -105,6 +105,12 @@ def in_the_world_of_torch(store: str) -> list[bool]:
         for one in (copy.deepcopy(whole), pickle.loads(pickle.dumps(whole))):
             one(x).square().mean().backward()
             found.append(torch.equal(one.module.weight.grad, stock.weight.grad))
+        alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]  # of Gloo, as all of this world
+        for wrapped in (DistributedDataParallel(copy.deepcopy(model), process_group=alone) for _ in range(2)):
+            own = copy.deepcopy(model)
+            for one in (own, wrapped):
+                one(x).square().mean().backward()
+            found.append(torch.equal(wrapped.module.weight.grad, own.weight.grad))
         comm.destroy_process_group()
     assert torch_backend.dist is dist  # whose import registers the backend
     dist.init_process_group("shm", store=dist.FileStore(f"{store}.shm", 2), rank=int(x[0, 0]) - 1, world_size=2)

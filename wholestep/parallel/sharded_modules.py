@@ -96,9 +96,9 @@ class FSDPModule:
             for bucket in one._parameter_group.buckets:
                 bucket.syncs = requires_gradient_sync
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
+    def set_reshard_after_forward(self, reshard_after_forward: bool | int, *, recurse: bool = True) -> None:
         """Whether whole parameters are let go of after the forward, and gathered anew for the backward."""
-        _check_reshard(reshard_after_forward)
+        reshard_after_forward = bool(_checked_reshard(reshard_after_forward))
         for one in _sharded_in(self, recurse):
             one.__dict__["_reshard_after_forward"] = reshard_after_forward
             one._parameter_group.reshards = reshard_after_forward
@@ -144,7 +144,7 @@ def _groups_in(module: Any, recurse: bool) -> list[ParameterGroup]:
 
 
 def fully_shard(
-    module: nn.Module, *, mesh: Any = None, reshard_after_forward: bool | None = None,
+    module: nn.Module, *, mesh: Any = None, reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008
@@ -161,9 +161,9 @@ def fully_shard(
 
     Args:
         module: equal on all ranks, with its final values.
-        mesh: of one axis, or of two: copies, and ranks that divide one; None for all ranks.
+        mesh: ours or torch's, of one axis, or of two: copies, and ranks that divide one; None for all ranks.
         reshard_after_forward: whole parameters are let go of after the forward and gathered anew for the backward;
-            None for all modules but the outermost.
+            None for all modules but the outermost. A number above 1, torch's for parts among fewer ranks, is True.
         shard_placement_fn: gives the dimension of a parameter to divide, as a `Shard`; None for 0.
         mp_policy: the types in which the module computes and gradients are reduced.
         offload_policy: where parts are.
@@ -177,7 +177,7 @@ def fully_shard(
         DistMismatchError: the ranks' models differ.
     """
     _check_module(module)
-    _check_reshard(reshard_after_forward)
+    reshard_after_forward = _checked_reshard(reshard_after_forward)
     groups = _groups_of(mesh, module)
     named = _parameters_of(module, {id(one) for one in ignored_params or ()})
     require_equal_models("fully_shard", module, [(name, one) for name, one, _ in named], groups[-1])
@@ -224,9 +224,12 @@ def _check_module(module: Any) -> None:
         )
 
 
-def _check_reshard(reshards: Any) -> None:
-    if reshards is not None and not isinstance(reshards, bool):
-        raise ValueError(f"fully_shard: reshard_after_forward is True, False or None, found {reshards!r}")
+def _checked_reshard(reshards: Any) -> bool | None:
+    if reshards is not None and not (isinstance(reshards, int) and reshards >= 0):
+        raise ValueError(
+            f"fully_shard: reshard_after_forward is True, False, None or a number of ranks, found {reshards!r}"
+        )
+    return reshards if reshards is None or isinstance(reshards, bool) else reshards > 1
 
 
 def _groups_of(mesh: Any, module: nn.Module) -> list[Any]:
@@ -235,7 +238,7 @@ def _groups_of(mesh: Any, module: nn.Module) -> list[Any]:
         return [joined_group(None, next((one.device.type for one in module.parameters()), "cpu"))]
     if mesh.ndim > 2:
         raise ValueError(f"fully_shard: a mesh of one or two axes is required, found {mesh}")
-    return [mesh.get_group(axis) for axis in range(mesh.ndim)]
+    return [joined_group(mesh.get_group(axis), mesh.device_type) for axis in range(mesh.ndim)]
 
 
 def _policies(groups: list[Any], kind: str, mixed: MixedPrecisionPolicy, offload: OffloadPolicy) -> Policies:

@@ -21,6 +21,7 @@ class World:
     groups: name -> group, the default one under ``"world"``.
     store: the store that the default group met over.
     guests: name -> group that torch.distributed made and will end.
+    joined: name of a group of torch.distributed's own engines -> that of ours with its ranks.
     made: how many groups were made, by name prefix: gives equal names on all ranks.
     config, timeout: what `new_group` takes when it is not told.
     owns_store: the store was made by `init_process_group`, and ends with the default group.
@@ -29,6 +30,7 @@ class World:
     groups: dict[str, ProcessGroup] = field(default_factory=dict)
     store: Any = None
     guests: dict[str, ProcessGroup] = field(default_factory=dict)
+    joined: dict[str, str] = field(default_factory=dict)
     made: dict[str, int] = field(default_factory=dict)
     config: Any = None
     timeout: timedelta = DEFAULT_TIMEOUT

@@ -144,12 +144,23 @@ def init_process_group(
 
 
 def joined_group(group: ProcessGroup | str | None, device_type: str) -> ProcessGroup:
-    """As `get_group`; the default group is made where torch.distributed has a process group and comm has none."""
-    if c10d.is_whole_world(group):
-        group = None
-    if group is None and DEFAULT_GROUP not in world().groups | world().guests and c10d.torch_world() is not None:
+    """As `get_group`; of torch.distributed's groups ours of the same ranks, made when one is first given.
+
+    The default group is made where torch.distributed has a process group and comm has none.
+    """
+    known, ranks = world(), c10d.ranks_of(group)
+    has_default = DEFAULT_GROUP in known.groups | known.guests
+    if not has_default and (group is None or ranks is not None) and c10d.torch_world() is not None:
         init_process_group("cpu:shm,cuda:nccl" if device_type == "cuda" else None)
-    return get_group(group)
+    if ranks is None or hasattr(group, "shm_group"):
+        return get_group(group)
+    if ranks == list(range(get_group().size())):
+        return get_group()
+    name = known.joined.get(group.group_name, "")  # type: ignore[union-attr]
+    if name not in known.groups:
+        made = new_group(ranks, use_local_synchronization=True)
+        name = known.joined[group.group_name] = made.group_name  # type: ignore[union-attr]
+    return get_group(name)
 
 
 @not_recorded

@@ -81,9 +81,11 @@ def torch_world() -> tuple[int, int, Store] | None:
     return dist.get_rank(), dist.get_world_size(), PrefixStore("wholestep", store)
 
 
-def is_whole_world(group: Any) -> bool:
-    """True for torch.distributed's default group, over whichever backend."""
-    return group is not None and dist.is_initialized() and group is dist.group.WORLD
+def ranks_of(group: Any) -> list[int] | None:
+    """The global ranks of a group of torch.distributed's, over whichever backend; None for others."""
+    if not isinstance(group, dist.ProcessGroup):
+        return None
+    return dist.get_process_group_ranks(group)
 
 
 def _engine_class(backend: str) -> Any:
