@@ -20,13 +20,13 @@ from wholestep.override import Override
 from wholestep.passes import bucket_parts, transformed
 from wholestep.pipeline import Options
 from wholestep.runtime import compiled_module
-from wholestep.spmd import DeviceMesh, Plan, PlanExecutor
+from wholestep.spmd import Plan, PlanExecutor
 
 
 def compile(  # noqa: A001 - the ecosystem's name
     fn: Callable[..., Any] | None = None,
     *,
-    mesh: DeviceMesh | None = None,
+    mesh: Any = None,
     plan: Plan | Sequence[Plan] | None = None,
     backend: Backend = "aten",
     passes: Sequence[Pass] = (),
@@ -41,7 +41,8 @@ def compile(  # noqa: A001 - the ecosystem's name
 
     Args:
         fn: the step, or None to use this as a decorator with options.
-        mesh: the ranks that run the step together; every rank compiles and calls it alike.
+        mesh: the ranks that run the step together, a `DeviceMesh` of ours or torch's; every rank compiles and calls it
+            alike.
         plan: what they do along an axis of the mesh (`DataParallel`), or several plans, applied in order.
         backend: ``"aten"`` (bitwise equal to eager), ``"inductor"``, or a callable
             ``(gm, example_inputs) -> callable``.

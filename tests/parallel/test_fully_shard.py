@@ -75,6 +75,7 @@ def test_mistakes_are_errors_with_names_on_all_ranks():
         assert "containers that do not implement forward: ModuleList" in each["container"]
         assert "this FSDPLinear is sharded already" in each["again"]
         assert "True, False, None or a number of ranks, found '2'" in each["number"]
+        assert "weight is a TwoTensor, which holds other tensors: a plain one is required" in each["subclass"]
         assert "is on the meta device, without values" in each["meta"]
         assert "the ranks' models differ: parameter 0 is weight float32 [2, 2] on rank 0" in each["differ"]
         assert "1.weight is tied to a parameter of a module that is sharded already" in each["tied"]

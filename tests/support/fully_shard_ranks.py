@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh as init_stock_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as StockPolicy
 from torch.distributed.fsdp import fully_shard as stock_fully_shard
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import wholestep as ws
@@ -384,6 +385,12 @@ def details() -> dict[str, Any]:
     return found
 
 
+def _holding(weight: nn.Parameter) -> nn.Module:
+    module = nn.Module()
+    module.weight = weight
+    return module
+
+
 def mistakes() -> dict[str, str]:
     """The error that each mistake gets."""
     found, rank = {}, comm.get_rank()
@@ -490,6 +497,8 @@ def mistakes() -> dict[str, str]:
     note("container", lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)])))
     note("again", lambda: fully_shard(linear))
     note("number", lambda: fully_shard(nn.Linear(2, 2), reshard_after_forward="2"))
+    two = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
+    note("subclass", lambda: fully_shard(_holding(nn.Parameter(two))))
     note("meta", lambda: fully_shard(nn.Linear(2, 2, device="meta")))
     note("differ", lambda: fully_shard(nn.Linear(2, 2 + rank)))
     note("tied", tied_to_child)

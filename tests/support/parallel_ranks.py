@@ -24,9 +24,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
     quantization_hooks,
 )
+from torch.distributed.device_mesh import init_device_mesh as init_stock_mesh
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
+import wholestep as ws
 from tests.support.parallel_models import (
     Branches,
     Checkpointed,
@@ -88,6 +90,11 @@ def stock_world(store: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def _mean_of_squares(model: nn.Module, x: torch.Tensor) -> Any:
+    model(x).square().mean().backward()
+    return model.weight.grad
+
+
 def in_the_world_of_torch(store: str) -> list[bool]:
     """Whether gradients are torch's in scripts that have made its process group alone."""
     x, model, found = torch.full((2, 3), comm.get_rank() + 1.0), nn.Linear(3, 2), []
@@ -105,6 +112,10 @@ def in_the_world_of_torch(store: str) -> list[bool]:
         for one in (copy.deepcopy(whole), pickle.loads(pickle.dumps(whole))):
             one(x).square().mean().backward()
             found.append(torch.equal(one.module.weight.grad, stock.weight.grad))
+        mesh = init_stock_mesh("cpu", (2,), mesh_dim_names=("dp",))
+        planned = ws.compile(_mean_of_squares, mesh=mesh, plan=ws.DataParallel("dp"), fullgraph=True)
+        for _ in range(2):
+            found.append(torch.equal(planned(copy.deepcopy(model), x), stock.weight.grad))
         alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]  # of Gloo, as all of this world
         for wrapped in (DistributedDataParallel(copy.deepcopy(model), process_group=alone) for _ in range(2)):
             own = copy.deepcopy(model)

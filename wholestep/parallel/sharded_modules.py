@@ -258,7 +258,7 @@ def _parameters_of(module: nn.Module, ignored: set[int]) -> _Named:
     """Names, parameters and places of those that are in no group yet.
 
     Raises:
-        ValueError: one cannot be divided, or is in a group that does not have all its places.
+        ValueError: one cannot be divided, is no plain one, or is in a group that does not have all its places.
     """
     below = {id(one.parameter): {(id(o), n) for o, n in one.places}
              for group in _groups_in(module, True) for bucket in group.buckets for one in bucket.members}  # fmt: skip
@@ -269,6 +269,11 @@ def _parameters_of(module: nn.Module, ignored: set[int]) -> _Named:
             name = f"{prefix}.{last}".lstrip(".")
             if parameter is None or id(parameter) in ignored:
                 continue
+            if hasattr(parameter, "__tensor_flatten__"):
+                raise ValueError(
+                    f"fully_shard: {name} is a {type(parameter).__name__}, which holds other tensors: a plain one is "
+                    "required; of layers that are split, too, compile the plain model with plans (ws.TensorParallel)"
+                )
             if id(parameter) in below:
                 if (id(owner), last) not in below[id(parameter)]:
                     raise ValueError(

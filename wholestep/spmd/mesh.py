@@ -12,6 +12,7 @@ import torch
 
 from wholestep import comm
 from wholestep.comm.api.object_collectives import gathered_objects
+from wholestep.comm.api.rendezvous import joined_group
 from wholestep.errors import PlanError
 
 # Device type -> backends of a default group that is not there yet; None lets `comm` choose.
@@ -159,6 +160,24 @@ class DeviceMesh:
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in zip(self.mesh_dim_names, self.shape, strict=True))
         return f"DeviceMesh({self.device_type!r}, {axes})"
+
+
+def own_mesh(mesh: Any) -> DeviceMesh | None:
+    """The mesh itself, if it is one of ours; of torch's one of the same ranks and names, over groups of ours.
+
+    Raises:
+        PlanError: it is neither, or this rank is not in it.
+    """
+    if mesh is None or isinstance(mesh, DeviceMesh):
+        return mesh
+    if not (isinstance(getattr(mesh, "mesh", None), torch.Tensor) and hasattr(mesh, "mesh_dim_names")):
+        raise PlanError(f"a DeviceMesh is required, found {mesh!r}: make one with ws.init_device_mesh(...)")
+    if mesh.get_coordinate() is None:
+        raise PlanError(f"this rank is not in {mesh!r}")
+    groups = tuple(joined_group(mesh.get_group(axis), mesh.device_type) for axis in range(mesh.mesh.dim()))
+    made = object.__new__(DeviceMesh)
+    made._lay_out(mesh.device_type, mesh.mesh.cpu(), _names(tuple(mesh.mesh.shape), mesh.mesh_dim_names), groups)
+    return made
 
 
 def init_device_mesh(

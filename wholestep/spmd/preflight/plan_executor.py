@@ -15,7 +15,7 @@ from wholestep.deferred_init import origin, record_of
 from wholestep.errors import PlanError
 from wholestep.ir import LASTING_KINDS, WHOLE_KINDS, Input, Pass, StepGraph, info
 from wholestep.marks import BUCKET_BYTES
-from wholestep.spmd.mesh import AxisGroup, DeviceMesh
+from wholestep.spmd.mesh import AxisGroup, own_mesh
 from wholestep.spmd.placements import Replicate
 from wholestep.spmd.plans.buffer_broadcast import BufferBroadcast
 from wholestep.spmd.plans.data_parallel import data_parallel, refuse_sparse, sparse_gradient
@@ -51,7 +51,8 @@ class PlanExecutor:
         PlanError: plans without a mesh, a mesh without plans, or an axis that the mesh does not have.
     """
 
-    def __init__(self, mesh: DeviceMesh | None, plan: Plan | Sequence[Plan] | None) -> None:
+    def __init__(self, mesh: Any, plan: Plan | Sequence[Plan] | None) -> None:
+        mesh = own_mesh(mesh)
         plans: list[Any] = [] if plan is None else list(plan) if isinstance(plan, (list, tuple)) else [plan]
         if plans and mesh is None:
             raise PlanError(f"ws.compile: plan {plans[0]!r} needs a mesh: pass mesh=ws.init_device_mesh(...)")
