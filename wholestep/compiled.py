@@ -62,6 +62,10 @@ class Compiled:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
+    def __prepare_scriptable__(self) -> Any:
+        """`torch.jit.script` makes of it what it makes of its function."""
+        return self._fn
+
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """In a class, a compiled function is a method, as the function is."""
         return self if instance is None or not isinstance(self._fn, FunctionType) else MethodType(self, instance)

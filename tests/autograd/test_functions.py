@@ -1221,6 +1221,17 @@ def test_torchscript_traces_through_what_is_compiled() -> None:
     assert traced(torch.full((3,), 2.0)).tolist() == [4.0, 4.0, 4.0]
 
 
+def _doubled(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchscript_compiles_what_a_compiled_function_or_module_is_made_of() -> None:
+    x = torch.ones(3)
+    for compiled in (ws.compile(_doubled), ws.compile(nn.Linear(3, 3)), nn.Sequential(ws.compile(nn.Linear(3, 3)))):
+        assert torch.equal(torch.jit.script(compiled)(x), compiled(x))
+
+
 def test_fx_traces_through_what_is_compiled() -> None:
     class Doubled(torch.nn.Module):
         def forward(self, x: Tensor, more: float = 1.0) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from torch import Tensor
 
@@ -209,23 +210,51 @@ READS_WHAT_IT_WRITES: dict[str, Callable[[Tensor], Any]] = {
     "columns beside": lambda x: x[:, 1:].copy_(x[:, :-1]),
     "transposed": lambda x: x[:2, :2].add_(x[:2, :2].t()),
     "out": lambda x: torch.mul(x[:, 1:], 2, out=x[:, :2]),
+    "sum": lambda x: torch.sum(x, 0, out=x[0]),
+}
+WRITES_IN_ONE_PLACE: dict[str, Callable[[Tensor], Any]] = {
+    "sum": lambda x: torch.sum(x, 0, out=x[0, :1].expand(3)),
+    "statistics": lambda x: F.batch_norm(x, x[0, :1].expand(3), torch.ones(3), training=True),
+}
+REFUSED_BY_KERNELS: dict[str, Callable[[Tensor], Any]] = {
+    "a part of a list": lambda x: torch._foreach_add_([x[1:]], [x[:2]]),
+    "lists": lambda x: torch._foreach_lerp_([torch.ones(3), x[1:]], [torch.zeros(3), x[:2]], 0.5),
+    "concatenated": lambda x: torch.cat([x[2:], x[:1]], out=x[:2]),
+    "indexed": lambda x: x.index_put_((torch.tensor([0, 1]),), x[1:]),
+    "expanded": lambda x: x[:1].expand(3, 3).add_(1),
 }
 APART: dict[str, Callable[[Tensor], Any]] = {
     "columns": lambda x: x[:, :1].add_(x[:, 2:]),
     "every other": lambda x: x.view(9)[::2].copy_(torch.cat([x.view(9)[1::2], x.view(9)[:1]])),
     "in turn": lambda x: x.view(9)[:8:2].mul_(x.view(9)[1::2]),
     "itself": lambda x: x[:, 1:].mul_(x[:, 1:]),
+    "lists": lambda x: torch._foreach_addcmul_([x[:1], x[1:2]], [x[:1], x[2:]], [x[2:], x[2:]]),
 }
 
 
-@pytest.mark.parametrize("name", READS_WHAT_IT_WRITES)
-def test_writes_to_what_they_read_run_as_python(name: str) -> None:
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("function, said", [
+    *((function, "reads some of the memory that it writes") for function in READS_WHAT_IT_WRITES.values()),
+    *((function, "writes to an expanded tensor") for function in WRITES_IN_ONE_PLACE.values()),
+    (lambda x: torch._C._nn.linear(x[1] + 1, x + 1, out=x.view(9)[1:6:2]), "gives .* other strides"),
+])  # fmt: skip
+def test_writes_that_depend_on_the_kernel_run_as_python(function: Callable[[Tensor], Any], said: str) -> None:
     def make(seed: int) -> World:
-        return World(READS_WHAT_IT_WRITES[name], [(torch.arange(1.0, 10).view(3, 3),)])
+        return World(function, [(torch.arange(1.0, 10).view(3, 3),)])
 
-    with pytest.raises(UnsupportedError, match="reads some of the memory that it writes"):
+    with pytest.raises(UnsupportedError, match=said):
         assert_same_run(make)
     assert_same_run(make, steps=2, compile=ws.compile)
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_KERNELS)
+def test_writes_that_kernels_refuse(name: str) -> None:
+    def make(seed: int) -> World:
+        return World(REFUSED_BY_KERNELS[name], [(torch.arange(1.0, 10).view(3, 3),)])
+
+    assert_same_failure(make)
+    with pytest.raises(RuntimeError, match="to a single memory location"):
+        ws.compile(REFUSED_BY_KERNELS[name])(torch.arange(1.0, 10).view(3, 3))
 
 
 @pytest.mark.parametrize("name", APART)

@@ -278,14 +278,14 @@ class Queue(UnwrappedDispatchMode):
         self.known = False
         self.watch.begin()
         before, self._node = self._node or Node(), Node()  # where nothing is known, should the call fail
-        places = [t.size() for t in tensors_of((args, kwargs))]
+        layouts = [*map(_layout, tensors_of((args, kwargs)))]
         found = facts.op(*args, **kwargs)
         if facts.kind is not VIEW:
             written = self._written(facts, args, kwargs)
             self._ran.update(storage_at(t) for t in (*tensors_of(found), *written) if t.layout is _STRIDED)
         try:
             results = None if facts.kind is VIEW else described(facts.op, args, kwargs, found)
-            if places != [t.size() for t in tensors_of((args, kwargs))]:
+            if layouts != [*map(_layout, tensors_of((args, kwargs)))]:
                 raise Unknown
         except Unknown:
             before.next[key] = None
@@ -381,6 +381,10 @@ class Queue(UnwrappedDispatchMode):
                     tensor.copy_(before)
                 self._running = False
                 self._views.keep(self._held)
+
+
+def _layout(tensor: torch.Tensor) -> Any:
+    return tensor.size(), tensor.stride() if tensor.layout is _STRIDED else None
 
 
 MISSING: Any = object()

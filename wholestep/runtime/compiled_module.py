@@ -61,6 +61,10 @@ class CompiledModule:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         return type(self)._forward(*args, **kwargs)
 
+    def __prepare_scriptable__(self) -> Any:
+        """`torch.jit.script` makes of it what it makes of its module."""
+        return type(self)._compiled.__wrapped__ if self._is_it() else self  # type: ignore[attr-defined]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         if not self._is_it():
             return super().__reduce_ex__(protocol)

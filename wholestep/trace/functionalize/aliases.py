@@ -90,15 +90,6 @@ class Geometry:
         """How many elements of memory it reaches over."""
         return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
 
-    def overlaps_partly(self, other: Geometry) -> bool:
-        """Whether two dense tensors in one memory share some places but not all, as ATen's kernels refuse."""
-        if not (self.is_dense and other.is_dense and elements(self.shape) and elements(other.shape)):
-            return False
-        if (self.offset, elements(self.shape)) == (other.offset, elements(other.shape)):
-            return self.stride != other.stride
-        end, other_end = self.offset + elements(self.shape), other.offset + elements(other.shape)
-        return self.offset < other_end and other.offset < end
-
     def meets(self, other: Geometry) -> bool:
         """Whether two tensors in one memory have a byte in common without being the same elements in one order."""
         ours, theirs = self._in_bytes(), other._in_bytes()

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from wholestep.errors import UnsupportedError
+from wholestep.fake_layouts import run_kernel, scratch_tensors
 from wholestep.functional import OFFSETS, Functionalized, written_arguments
-from wholestep.nested import map_leaves
-from wholestep.torch_compat import FakeTensor, OpOverload
+from wholestep.nested import map_leaves, tensors_of
+from wholestep.torch_compat import FakeTensor, OpOverload, no_modes
 from wholestep.trace.functionalize.aliases import Geometry, Ref
 from wholestep.trace.operators import tables
 from wholestep.trace.operators.tables import Variant
@@ -39,19 +40,14 @@ class Mutations:
         if in_loop and self._overlap(args, kwargs):
             count = len(args[0])
             for index in range(count):  # one after the other: a later tensor sees an earlier one's write
-                only = partial(_only, index, count)
+                only = functools.partial(_only, index, count)
                 self.record(func, tuple(map(only, args)), {k: only(v) for k, v in kwargs.items()})
             return None
         written = self._written(func, args, kwargs, written_arguments(func))
-        copies_itself = func is aten.copy_.default and self._same_elements(args[0], args[1])
-        _refuse_repeats(func, [self.inputs.ref(t) for t in written], copies_itself)
-        # what is read first: copies of views, and values of fills
-        reads_first = in_loop or func in tables.FILLS_BY_TENSOR or func._schema.name.endswith("_copy")
-        pairs = [] if reads_first else self._read_and_written(written, args, kwargs)
+        self._refuse_meeting(func, written, args, kwargs)
         out = None
         if not in_loop:
             out = self.inputs.run(func, args, kwargs)
-            _refuse_overlap(func, pairs)
             for tensor in written:
                 self._check_geometry(func, tensor)
             if tables.is_differentiated_inside(func):  # its kernel writes by operators, which count
@@ -75,6 +71,7 @@ class Mutations:
         """An operator that writes without saying so: its functional variant and its own results."""
         positions = tables.HIDDEN_WRITES[func]
         written = self._written(func, args, kwargs, positions)
+        self._refuse_meeting(func, written, args, kwargs)
         out = self.inputs.run(func, args, kwargs)
         node = self._write(func, Variant(Functionalized(func, positions)), written, args, kwargs)
         for index, item in enumerate(out):
@@ -89,17 +86,35 @@ class Mutations:
         ours, theirs = self.inputs.ref(one), self.inputs.ref(two)
         return ours.storage is theirs.storage and ours.geometry == theirs.geometry
 
-    def _read_and_written(self, written: list[torch.Tensor], args: Any, kwargs: Any) -> list[tuple[Geometry, Geometry]]:
-        """Where a call writes and reads in one memory; ATen's kernels refuse that, as far as they look."""
-        read = [self.inputs.ref(t) for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
-        pairs = [(ref.geometry, other.geometry) for ref in map(self.inputs.ref, written) for other in read
-                 if ref.storage is other.storage]
-        if any(one.overlaps_partly(two) for one, two in pairs):  # fake tensors have no addresses to see that
-            raise RuntimeError(
-                "unsupported operation: some elements of the input tensor and the written-to tensor refer "
-                "to a single memory location. Please clone() the tensor before performing the operation."
-            )
-        return pairs
+    def _refuse_meeting(self, func: OpOverload, written: list[torch.Tensor], args: Any, kwargs: Any) -> None:
+        """Refuses writes to one place twice, or where the call reads: with the kernel's error, where it has one."""
+        refs, places = [self.inputs.ref(t) for t in written], dict[int, list[Geometry]]()
+        if func is not aten.copy_.default or not self._same_elements(args[0], args[1]):
+            what = "writes to an expanded tensor, or to another that has several elements in one place"
+            if any(ref.geometry.overlaps or ref.whole.geometry.overlaps for ref in refs):
+                raise self._kernels_error(func, args, kwargs) or UnsupportedError(f"{func} {what}", "clone it first")
+        if func in tables.FILLS_BY_TENSOR or func._schema.name.endswith("_copy"):  # which read first
+            return
+        for ref in map(self.inputs.ref, tensors_of((args, kwargs))):
+            places.setdefault(id(ref.storage), []).append(ref.geometry)
+        if any(ref.geometry.meets(other) for ref in refs for other in places[id(ref.storage)]):
+            what = f"{func} reads some of the memory that it writes: whether before or after depends on its kernel"
+            raise self._kernels_error(func, args, kwargs) or UnsupportedError(what, "clone what it reads first")
+
+    def _kernels_error(self, func: OpOverload, args: Any, kwargs: Any) -> Exception | None:
+        """What a kernel says to tensors that meet in memory as these do: fake ones have no addresses to see that."""
+        storages: dict[int, torch.UntypedStorage] = {}
+
+        def placed(leaf: Any) -> Any:
+            scratch = scratch_tensors(leaf)
+            if not isinstance(leaf, torch.Tensor):
+                return scratch
+            ref = self.inputs.ref(leaf)
+            storage = storages.setdefault(id(ref.storage), scratch.untyped_storage())  # which grows
+            empty, place = torch.empty(0, dtype=leaf.dtype, device=leaf.device), ref.geometry
+            return empty.set_(storage, place.offset, place.shape, place.stride).zero_()
+
+        return tables.kernels_error(func, args, kwargs, functools.partial(map_leaves, placed))
 
     def _overlap(self, args: Any, kwargs: Any) -> bool:
         """Whether two tensors of a list operator share memory."""
@@ -142,6 +157,8 @@ class Mutations:
                 self._check_shape(func, tensor, fake_value(new))
         # kernels compute in the dtype of an `out=`, and round by how it lies
         other = into_out and not all(r.geometry.holds(fake_value(n)) for r, n in zip(refs, news, strict=True))
+        if other:
+            self._check_strides(func, written, args, kwargs)
         on_clones = isinstance(variant.target, Functionalized)
         computes = not on_clones and not tables.is_list_op(func) and variant.target not in OFFSETS
         if computes and (other or _permutes(refs, news)) or not on_clones and _is_product(func, news):
@@ -200,6 +217,15 @@ class Mutations:
         if self.inputs.ref(tensor).geometry.shape != result.shape:
             self._refuse_size(func, tensor, result)
 
+    def _check_strides(self, func: Any, written: list[torch.Tensor], args: Any, kwargs: Any) -> None:
+        """A kernel may resize its `out=`, and back, which loses its strides; fake tensors keep theirs."""
+        with no_modes():
+            ran = run_kernel(func, args, kwargs)
+        for given, scratch in zip(tensors_of((args, kwargs)), ran[0] if ran is not None else (), strict=False):
+            if given.stride() != scratch.stride() and any(given is tensor for tensor in written):
+                what = f"{func} gives {self.inputs.describe(given)} other strides"
+                raise UnsupportedError(what, "give it a contiguous output")
+
     def _refuse_size(self, func: Any, tensor: torch.Tensor, now: torch.Tensor) -> None:
         before = list(self.inputs.ref(tensor).geometry.shape)
         what = f"{func} resized {self.inputs.describe(tensor)} from {before} to {list(now.shape)}"
@@ -212,24 +238,6 @@ def _refuse_resizing(given: list[Any]) -> None:
     if by_rows and any(each.shape != (x.shape[axis],) for each in statistics):
         what = "fake quantisation by rows resizes its statistics when it first observes"
         raise UnsupportedError(what, "run the model once before the step is compiled")
-
-
-def _refuse_repeats(func: OpOverload, written: list[Ref], copies_itself: bool) -> None:
-    """Refuses writes to memory that has several elements in one place: with eager's error, or ours if it has none."""
-    if any(ref.geometry.repeats for ref in written) and func._schema.name not in tables.REPEATS and not copies_itself:
-        raise RuntimeError(
-            "unsupported operation: more than one element of the written-to tensor refers to a single memory "
-            "location. Please clone() the tensor before performing the operation."
-        )
-    if any(ref.geometry.overlaps or ref.whole.geometry.overlaps for ref in written):
-        what = f"{func} writes to an expanded tensor, or to another that has several elements in one place"
-        raise UnsupportedError(what, "clone it first")
-
-
-def _refuse_overlap(func: OpOverload, pairs: list[tuple[Geometry, Geometry]]) -> None:
-    if any(one.meets(two) for one, two in pairs):
-        what = f"{func} reads some of the memory that it writes: whether before or after depends on its kernel"
-        raise UnsupportedError(what, "clone what it reads first")
 
 
 def _permutes(refs: list[Ref], news: list[fx.Node]) -> bool:

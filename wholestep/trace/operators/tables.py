@@ -7,6 +7,7 @@ kernels refuse, they say themselves: fake tensors use other words, or let it pas
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -36,10 +37,6 @@ HIDDEN_WRITES: dict[Any, tuple[int, ...]] = {
 }
 # Position of `training` in the operators above: without it nothing is written.
 TRAINING_FLAG = 5
-
-# In-place operators that eager lets write where elements repeat.
-REPEATS = {"aten::zero_", "aten::fill_", "aten::masked_fill_", "aten::relu_", "aten::clamp_", "aten::clamp_min_",
-           "aten::clamp_max_", "aten::index_fill_"}  # fmt: skip
 
 # Operators whose kernel works differently when gradients are wanted (the LSTM keeps a workspace).
 GRAD_SENSITIVE = {aten.mkldnn_rnn_layer.default}
@@ -214,13 +211,15 @@ def check(func: OpOverload, args: Any, kwargs: Any) -> None:
         raise said
 
 
-def kernels_error(func: OpOverload, args: Any, kwargs: Any) -> Exception | None:
+def kernels_error(
+    func: OpOverload, args: Any, kwargs: Any, stand_in: Callable[[Any], Any] = scratch_tensors
+) -> Exception | None:
     """What eager raises where an operator has failed on fake tensors: its kernel is tried on real ones."""
     if func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags:
         return None
     with no_modes():
         try:
-            func(*scratch_tensors(args), **scratch_tensors(kwargs))
+            func(*stand_in(args), **stand_in(kwargs))
         except CannotTry:
             return None
         except Exception as error:
