@@ -1,8 +1,7 @@
 """Ahead-of-time autograd: joint graphs, partitions, the user's own compilers, and compiled `backward()`.
 
 The public names of the room `aot_autograd/`. They stand above the pipeline, which imports that room.
-May import: aot_autograd, capture_call, compiled, errors, ir, lower, passes, pipeline, runtime, spmd,
-torch_compat, trace.
+May import: aot_autograd, capture_call, compiled, ir, lower, passes, pipeline, runtime, spmd, torch_compat.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from wholestep.aot_autograd import (
 )
 from wholestep.capture_call import TakeSnapshot, capture
 from wholestep.compiled import Compiled
-from wholestep.errors import CaptureError
 from wholestep.ir import Pass, check
 from wholestep.lower import Backend
 from wholestep.passes.user_functions import decompose
@@ -34,7 +33,6 @@ from wholestep.pipeline import Options, joint_of
 from wholestep.runtime import compiled_module
 from wholestep.spmd import PlanExecutor
 from wholestep.torch_compat import floats_as_tensors
-from wholestep.trace.numbers.decisions import OTHERWISE
 
 __all__ = [
     "CompiledBackward", "Joint", "Partition", "Partitioned", "aot_function", "aot_module", "compiled_backward",
@@ -145,7 +143,8 @@ def dynamo_backend(
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="wholestep")`: Dynamo's front end, then our joint graph, partition and lowering.
 
-    Registered by entry point; without an installed package, pass this function itself as the backend.
+    Registered by entry point; without an installed package, pass this function itself as the backend. A graph that
+    cannot be replayed runs as it is written, with its operators deferred, as in `wholestep.compile`.
 
     Args:
         gm: a graph of Dynamo's.
@@ -161,7 +160,7 @@ def dynamo_backend(
     """
     if mode is not None:
         raise ValueError(f'mode={mode!r} is a setting of Inductor: options={{"backend": "inductor"}} compiles with it')
-    chosen = _options(**{"backend": backend, **_known(options or {})})
+    chosen = replace(_options(**{"backend": backend, **_known(options or {})}), fullgraph=False)
 
     numbers = floats_as_tensors(gm.graph)
 
@@ -171,12 +170,7 @@ def dynamo_backend(
     compiled = Compiled(graph, chosen)
 
     def run(*inputs: Any) -> Any:
-        try:
-            return compiled(*(given.item() if k in numbers else given for k, given in enumerate(inputs)))
-        except CaptureError as error:
-            error.remedy = error.remedy.replace(OTHERWISE, "take wholestep.compile in the place of torch.compile")
-            error.locate(error.where)
-            raise
+        return compiled(*(given.item() if k in numbers else given for k, given in enumerate(inputs)))
 
     return run
 

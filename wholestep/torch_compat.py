@@ -1011,9 +1011,14 @@ def nested_compiles() -> list[tuple[Any, str, Any]]:
 def floats_as_tensors(graph: fx.Graph) -> set[int]:
     """Which inputs of a graph of Dynamo's are Python floats that it hands on as tensors, where sizes are symbols.
 
-    Their values are guards of its own wherever C++ has read them. Seen in torch 2.13."""
-    given = [node.meta.get("grapharg") for node in graph.nodes if node.op == "placeholder"]
-    return {k for k, one in enumerate(given) if getattr(one, "pass_arg_as_tensor", False)}
+    Their values are guards of its own wherever C++ has read them. NumPy's arrays and random numbers are handed on so,
+    too: nobody asks for their `item`. Seen in torch 2.13."""
+    found = set()
+    for k, node in enumerate(node for node in graph.nodes if node.op == "placeholder"):
+        given, asked = node.meta.get("grapharg"), {(user.op, user.target) for user in node.users}
+        number = getattr(given, "pass_arg_as_tensor", False) and not given.is_tensor
+        found |= {k} if number and asked == {("call_method", "item")} else set()
+    return found
 
 
 def skipped_by_dynamo(target: _Skipped) -> _Skipped:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import functorch.compile
+import numpy
 import pytest
 import torch
 import torch._inductor.decomposition
@@ -39,7 +40,7 @@ from wholestep.autograd import (
     export_joint,
     min_cut_partition,
 )
-from wholestep.errors import CaptureError, UnsupportedError
+from wholestep.errors import UnsupportedError
 from wholestep.ir import check, info
 from wholestep.testing import CompileCounter
 
@@ -446,8 +447,43 @@ def test_floats_that_dynamo_hands_on_as_tensors() -> None:
         model.zero_grad()
     assert same(found[0], found[2]) and torch.equal(found[1], found[3])
     assert sum(compiled.captures for compiled in captures) <= 2
-    with pytest.raises(CaptureError, match=r"take wholestep\.compile in the place of torch\.compile"):
-        dynamo_backend(fx.symbolic_trace(lambda x: x.nonzero()), [])(torch.ones(3))
+
+
+def test_arrays_that_dynamo_hands_on_as_tensors() -> None:
+    torch._dynamo.reset()
+    scaled = torch.compile(lambda array: numpy.sin(array) * 2, backend=dynamo_backend)
+    for k in range(2):
+        assert numpy.array_equal(scaled(numpy.arange(4.0) + k), numpy.sin(numpy.arange(4.0) + k) * 2)
+
+
+@functools.cache
+def cached(size: int) -> Any:
+    return lambda x: x * size
+
+
+def moved(x: Tensor) -> Tensor:
+    y = x.detach()
+    y.set_(torch.ones(2))
+    return x * y.sum()
+
+
+@pytest.mark.parametrize("fn", [
+    lambda x: x[x > 0].exp(),
+    lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
+    lambda x: cached(len(x))(x),
+    moved,
+])  # fmt: skip
+def test_graphs_of_dynamos_that_cannot_be_replayed_run_as_they_are(fn: Any) -> None:
+    graph = fx.Graph()
+    graph.output(graph.call_function(fn, (graph.placeholder("x"),)))
+    found: list[list[Any]] = [[], []]
+    for run, seen in zip((fn, dynamo_backend(fx.GraphModule({}, graph), [])), found, strict=True):
+        for k in range(3):
+            x = (torch.arange(4.0) - k).requires_grad_()
+            y = run(x)
+            y.sum().backward()
+            seen += [y, x.grad]
+    assert same(*found)
 
 
 @pytest.mark.parametrize("asked, said", [

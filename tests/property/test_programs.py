@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from torch import Tensor
 
@@ -211,10 +210,11 @@ READS_WHAT_IT_WRITES: dict[str, Callable[[Tensor], Any]] = {
     "transposed": lambda x: x[:2, :2].add_(x[:2, :2].t()),
     "out": lambda x: torch.mul(x[:, 1:], 2, out=x[:, :2]),
     "sum": lambda x: torch.sum(x, 0, out=x[0]),
+    "itself": lambda x: torch.bmm(x[None], x[None], out=x[None]),
+    "itself masked": lambda x: x.masked_scatter_(x > 4, x),
 }
 WRITES_IN_ONE_PLACE: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda x: torch.sum(x, 0, out=x[0, :1].expand(3)),
-    "statistics": lambda x: F.batch_norm(x, x[0, :1].expand(3), torch.ones(3), training=True),
 }
 REFUSED_BY_KERNELS: dict[str, Callable[[Tensor], Any]] = {
     "a part of a list": lambda x: torch._foreach_add_([x[1:]], [x[:2]]),
@@ -222,6 +222,8 @@ REFUSED_BY_KERNELS: dict[str, Callable[[Tensor], Any]] = {
     "concatenated": lambda x: torch.cat([x[2:], x[:1]], out=x[:2]),
     "indexed": lambda x: x.index_put_((torch.tensor([0, 1]),), x[1:]),
     "expanded": lambda x: x[:1].expand(3, 3).add_(1),
+    "itself gathered": lambda x: torch.gather(x, 0, torch.tensor([[2, 0, 1]] * 3), out=x),
+    "itself reshaped": lambda x: x.view(1, 9).add_(x.view(9)),
 }
 APART: dict[str, Callable[[Tensor], Any]] = {
     "columns": lambda x: x[:, :1].add_(x[:, 2:]),
@@ -229,6 +231,7 @@ APART: dict[str, Callable[[Tensor], Any]] = {
     "in turn": lambda x: x.view(9)[:8:2].mul_(x.view(9)[1::2]),
     "itself": lambda x: x[:, 1:].mul_(x[:, 1:]),
     "lists": lambda x: torch._foreach_addcmul_([x[:1], x[1:2]], [x[:1], x[2:]], [x[2:], x[2:]]),
+    "first operand": lambda x: torch.addmm(x, x.clone(), x.clone(), out=x),
 }
 
 

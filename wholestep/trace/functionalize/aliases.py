@@ -104,6 +104,10 @@ class Geometry:
             steps[step] = low - count + 1, high
         return _is_sum(theirs[0] - ours[0], sorted(steps.items(), reverse=True))
 
+    def fills(self, other: Geometry) -> bool:
+        """Whether two tensors in one memory are the same elements in one order, of whatever dimensions."""
+        return elements(self.shape) > 0 and self._in_bytes() == other._in_bytes()
+
     def _in_bytes(self) -> tuple[int, list[tuple[int, int]]]:
         """The first byte, and the strides with their sizes: those of bytes within an element last; hints of symbols."""
         size = self.dtype.itemsize

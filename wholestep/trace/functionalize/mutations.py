@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,18 +89,33 @@ class Mutations:
 
     def _refuse_meeting(self, func: OpOverload, written: list[torch.Tensor], args: Any, kwargs: Any) -> None:
         """Refuses writes to one place twice, or where the call reads: with the kernel's error, where it has one."""
-        refs, places = [self.inputs.ref(t) for t in written], dict[int, list[Geometry]]()
-        if func is not aten.copy_.default or not self._same_elements(args[0], args[1]):
-            what = "writes to an expanded tensor, or to another that has several elements in one place"
-            if any(ref.geometry.overlaps or ref.whole.geometry.overlaps for ref in refs):
-                raise self._kernels_error(func, args, kwargs) or UnsupportedError(f"{func} {what}", "clone it first")
+        if func is aten.copy_.default and self._same_elements(args[0], args[1]):
+            return
+        refs = [self.inputs.ref(t) for t in written]
+        if any(ref.geometry.overlaps or ref.whole.geometry.overlaps for ref in refs):
+            what = f"{func} writes to an expanded tensor, or to another that has several elements in one place"
+            raise self._kernels_error(func, args, kwargs) or UnsupportedError(what, "clone it first")
         if func in tables.FILLS_BY_TENSOR or func._schema.name.endswith("_copy"):  # which read first
             return
-        for ref in map(self.inputs.ref, tensors_of((args, kwargs))):
+        places: dict[int, list[Geometry]] = {}
+        own = Counter(map(id, written))
+        if args and id(args[0]) in own and tables.is_in_place(func):
+            own[id(args[0])] += 1
+        for tensor in tensors_of((args, kwargs)):
+            if own[id(tensor)]:  # what is written; given once more, it is read as well
+                own[id(tensor)] -= 1
+                continue
+            ref = self.inputs.ref(tensor)
             places.setdefault(id(ref.storage), []).append(ref.geometry)
-        if any(ref.geometry.meets(other) for ref in refs for other in places[id(ref.storage)]):
+        pairs = [(ref.geometry, other) for ref in refs for other in places.get(id(ref.storage), ())
+                 if ref.geometry.meets(other) or ref.geometry.fills(other)]  # fmt: skip
+        elementwise = tables.is_elementwise(func)
+        if not pairs or (elementwise and all(one == other for one, other in pairs)):
+            return
+        error = self._kernels_error(func, args, kwargs)
+        if error is not None or not elementwise or any(one.meets(other) for one, other in pairs):
             what = f"{func} reads some of the memory that it writes: whether before or after depends on its kernel"
-            raise self._kernels_error(func, args, kwargs) or UnsupportedError(what, "clone what it reads first")
+            raise error or UnsupportedError(what, "clone what it reads first")
 
     def _kernels_error(self, func: OpOverload, args: Any, kwargs: Any) -> Exception | None:
         """What a kernel says to tensors that meet in memory as these do: fake ones have no addresses to see that."""

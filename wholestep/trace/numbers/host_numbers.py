@@ -153,6 +153,7 @@ UNARY: dict[str, Callable[..., Any]] = {
     "__round__": round,
     **{f"__{name}__": getattr(operator, name) for name in ("neg", "pos", "abs", "invert")},
     **{f"__{name}__": getattr(math, name) for name in ("trunc", "floor", "ceil")},
+    **{f"__sym_{name}__": getattr(math, name) for name in dir(math) if hasattr(torch.SymFloat, f"__sym_{name}__")},
 }
 ESCAPES: dict[str, tuple[str, Callable[..., Any]]] = {
     **{f"__{kind.__name__}__": (f"{kind.__name__}(…) needs its value", kind) for kind in (float, int, complex)},

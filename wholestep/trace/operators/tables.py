@@ -184,6 +184,21 @@ def is_list_op(func: OpOverload) -> bool:
     """Whether it writes lists of tensors and gives nothing."""
     return not func._schema.returns and func._schema.name.startswith(("aten::_foreach_", "aten::_fused_"))
 
+
+@cache
+def is_in_place(func: OpOverload) -> bool:
+    """Whether an operator that writes into its first operand as `out=` is one that has a form in place."""
+    return any(a.is_out for a in func._schema.arguments) and any(overloads(func.namespace, base_name(func) + "_"))
+
+
+@cache
+def is_elementwise(func: OpOverload) -> bool:
+    """Whether an operator that writes reads each element before it writes there, and so may be given a tensor twice."""
+    variant = functional_variant(func).target
+    pointwise = any(torch.Tag.pointwise in op.tags for op in (func, variant) if isinstance(op, OpOverload))
+    return pointwise or is_list_op(func) or func.namespace == "wholestep"
+
+
 _SHM = 'begin the group with torch.distributed.init_process_group("shm"), after import wholestep.comm.torch_backend'
 
 

@@ -151,6 +151,15 @@ def _number_of(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else float(value)
 
 
+_SYM_SUM = torch.sym_sum
+
+
+def _sum(*args: Any) -> Any:
+    """`torch.sym_sum`, which asks the first number for a sum of all."""
+    items = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+    return sum(items) if any(isinstance(item, HOSTS) for item in items) else _SYM_SUM(*args)
+
+
 _NEW_PARAMETER = torch.nn.Parameter.__new__
 
 
@@ -279,6 +288,9 @@ def patched_python(
         *types_asked.patches(recorder.inputs, recorder.builder.sizes is not None),
         (builtins, "max", aware_choice(max)),
         (builtins, "min", aware_choice(min)),
+        (torch, "sym_max", aware_choice(torch.sym_max)),  # which Dynamo writes for these
+        (torch, "sym_min", aware_choice(torch.sym_min)),
+        (torch, "sym_sum", _sum),
         (torch.autograd, "backward", _recorded_backward(recorder, parameters, gradients)),
         (torch.nn.Parameter, "__new__", staticmethod(_traced_parameter)),
         (BatchNorm, "forward", reading(vars(BatchNorm)["forward"], float=_number_of)),
