@@ -169,26 +169,19 @@ class DistributedDataParallel(nn.Module, Joinable):
             self.reducer.divisor = int(others.result()[0])
         if self.reducer.backward.expected and not is_captured():  # the last backward has not reduced
             self._require_reduced(self.module.named_parameters())
-        self.reducer.prepare(outputs)
-        self._require_reduced(self.module.named_parameters() if self.find_unused_parameters else self._frozen)
-        if (self.find_unused_parameters or self.static_graph) and not is_captured():
+        joins = (self.find_unused_parameters or self.static_graph) and not is_captured()
+        if joins:
             outputs = joined_in_one_node(outputs, self.reducer.backward_begun)
+        self.reducer.prepare(outputs, joins)
+        named: Iterable[tuple[str, nn.Parameter]] = self._frozen
+        if self.find_unused_parameters:  # of the reducer's own, the backward tells
+            named = ((name, one) for name, one in self.module.named_parameters() if not self.reducer.knows(one))
+        self._require_reduced(named)
         return outputs
 
     def _require_reduced(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Compares parameters with those that the module had.
-
-        Raises:
-            RuntimeError: some learn from the gradients of this rank alone.
-        """
-        learning = [(name, one) for name, one in named if one.requires_grad and isinstance(one, nn.Parameter)]
-        others = [name for name, one in learning if name not in self._ignored and not self.reducer.reduces(one)]
-        if others:
-            raise RuntimeError(
-                f"DistributedDataParallel: gradients of {', '.join(others)} are not reduced: when the module was "
-                "wrapped, these were frozen, of another dtype or device, or not there; to do: wrap it again after such "
-                "a change, as load_state_dict(assign=True) is one"
-            )
+        """Compares parameters with those that the module had; see `GradientReducer.require_reduced`."""
+        self.reducer.require_reduced((n, p) for n, p in named if isinstance(p, nn.Parameter) and n not in self._ignored)
 
     @noted(WITHOUT_JOIN)
     def _begin_iteration(self, syncs: bool, joined: bool = False) -> bool:

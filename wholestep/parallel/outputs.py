@@ -68,9 +68,14 @@ def joined_in_one_node(outputs: Any, begun: Callable[[], None]) -> Any:
     return map_tensors(lambda one: exchanged.get(id(one), one), outputs)
 
 
-def nodes_behind(outputs: Any) -> set[Any]:
-    """All autograd nodes that a backward from any of the outputs can reach."""
-    stack: list[Any] = [get_gradient_edge(one).node for one in tensors_in(outputs) if one.requires_grad]
+def nodes_of(outputs: Any) -> list[Any]:
+    """The autograd nodes that the outputs come from."""
+    return [get_gradient_edge(one).node for one in tensors_in(outputs) if one.requires_grad]
+
+
+def nodes_behind(nodes: Iterable[Any]) -> set[Any]:
+    """All autograd nodes that a backward from any of these can reach."""
+    stack: list[Any] = list(nodes)
     seen: set[Any] = set(stack)
     while stack:
         following: Iterable[Any] = (node for node, _ in stack.pop().next_functions if node is not None)

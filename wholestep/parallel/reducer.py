@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +19,7 @@ from wholestep.parallel.buckets import flat_as, views_of
 from wholestep.parallel.comm_hooks.mean import value_of
 from wholestep.parallel.equal_models import noted
 from wholestep.parallel.join import WITHOUT_JOIN
-from wholestep.parallel.outputs import nodes_behind
+from wholestep.parallel.outputs import nodes_behind, nodes_of
 from wholestep.torch_compat import at_end_of_backward, backward_reaches, skipped_by_dynamo
 
 IN_BACKWARD = "_in_backward_optimizers"  # torch's attribute of a parameter
@@ -56,9 +56,10 @@ class GradientReducer(BucketReduction):
             node.register_hook(_weak_hook(weakref.ref(self), self._noted, index))
         self._begun, self.backward = False, SimpleNamespace(expected=False, arrived=[], order=())
         self._arrived: list[int] = []  # in the first backward
+        self._roots: list[weakref.ref[Any]] | None = None  # nodes of outputs whose unused parameters are to be found
         self._untouched: set[int] = set()  # on all ranks, by the backward
         self._triggers: list[int] | None = None  # of a static graph: how often each hook is called in a backward
-        self._used = torch.zeros(len(named), dtype=torch.int32, device=self.parameters[0].device)
+        self._used: set[int] = set()  # on this rank, since the last reduction
         self._reset()
 
     def _reset(self) -> None:
@@ -73,13 +74,17 @@ class GradientReducer(BucketReduction):
         """The first backward has ended: buckets in the order in which rank 0's gradients came."""
         if self.rebuilt or self.find_unused or len(self._arrived) < len(self.parameters):
             return
-        order = torch.tensor(self._arrived, device=self._used.device)
+        order = torch.tensor(self._arrived, device=self.parameters[0].device)
         comm.broadcast(order, group=self.group, group_src=0)
         self.order, self.rebuilt = order.tolist(), True
         self._fill_buckets()
 
-    def prepare(self, outputs: Any) -> None:
+    def prepare(self, outputs: Any, joined: bool = False) -> None:
         """Awaits a backward from these outputs of a forward.
+
+        Args:
+            joined: whether they are results of one node, so that what they do not lead to can be found when the
+                backward begins; where it reaches all parameters, they do.
 
         Raises:
             RuntimeError: the last backward has left parameters without a gradient.
@@ -101,16 +106,37 @@ class GradientReducer(BucketReduction):
                 )
             return
         self._reset()
-        if self.find_unused:
-            reached = nodes_behind(outputs)
-            self.unused = {i for i, node in enumerate(self._nodes) if node not in reached}
+        if self.find_unused and joined:
+            self._roots = [weakref.ref(node) for node in nodes_of(outputs)]
+        elif self.find_unused:
+            self.unused = self._unreached(nodes_of(outputs))
+
+    def _unreached(self, roots: Iterable[Any]) -> set[int]:
+        reached = nodes_behind(roots)
+        return {i for i, node in enumerate(self._nodes) if node not in reached}
+
+    def knows(self, parameter: torch.Tensor) -> bool:
+        """Whether it is one of the reducer's."""
+        return id(parameter) in self._index
 
     def reduces(self, parameter: torch.Tensor) -> bool:
         """Whether it is one of the reducer's, and its autograd node is still the one that has the hook."""
         index = self._index.get(id(parameter))
-        if index is None or self.find_unused and index not in self.unused:
-            return index is not None
-        return torch.autograd.graph.get_gradient_edge(parameter).node is self._nodes[index]
+        return index is not None and torch.autograd.graph.get_gradient_edge(parameter).node is self._nodes[index]
+
+    def require_reduced(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Compares parameters with those that the module had when it was wrapped.
+
+        Raises:
+            RuntimeError: some learn from the gradients of this rank alone.
+        """
+        others = [name for name, one in named if one.requires_grad and not self.reduces(one)]
+        if others:
+            raise self._failure(
+                f"DistributedDataParallel: gradients of {', '.join(others)} are not reduced: when the module was "
+                "wrapped, these were frozen, of another dtype or device, or not there; to do: wrap it again after such "
+                "a change, as load_state_dict(assign=True) is one"
+            )
 
     def _failure(self, words: str) -> RuntimeError:
         self.error = words
@@ -136,8 +162,13 @@ class GradientReducer(BucketReduction):
         """The outputs' gradients are there, or the first one of a parameter."""
         if not self.backward.expected or self._running:
             return
-        if not any(map(backward_reaches, self._nodes)):  # torch.autograd.grad, which gives no parameter a gradient
+        reached = [*map(backward_reaches, self._nodes)]
+        if not any(reached):  # torch.autograd.grad, which gives no parameter a gradient
             return
+        if self._roots is not None:
+            roots, self._roots = [node for node in (root() for root in self._roots) if node is not None], None
+            self.unused = set() if all(reached) else self._unreached(roots)
+            self.require_reduced((self.names[i], self.parameters[i]) for i in self.unused)
         self._running = True
         at_end_of_backward(self._backward_ended)
         if not self._begun and not self._learns:
@@ -150,7 +181,7 @@ class GradientReducer(BucketReduction):
         if not self._running:
             if not self.backward.expected:
                 if (self.find_unused or self._learns) and not is_captured():
-                    self._used[index] = 1  # accumulated here within no_sync, to be reduced by the next backward
+                    self._used.add(index)  # accumulated here within no_sync, to be reduced by the next backward
                 return
             if is_captured():
                 self._record(index)
@@ -185,7 +216,7 @@ class GradientReducer(BucketReduction):
     def _arrive(self, indices: list[int]) -> None:
         """Gradients are there. Keeps what is learnt from that: that they are used, and in which order they come."""
         if self.find_unused or self._learns:
-            self._used[[i for i in indices if self.parameters[i].grad is not None]] = 1
+            self._used.update(i for i in indices if self.parameters[i].grad is not None)
         if not self.rebuilt and not self.find_unused:
             self._arrived += indices[: len(self.parameters) - len(self._arrived)]
         self._count(indices)
@@ -230,6 +261,13 @@ class GradientReducer(BucketReduction):
                 self._send(self._next)
             self._next += 1
 
+    def _unused_on_all_ranks(self) -> set[int]:
+        used = torch.zeros(len(self.parameters), dtype=torch.int32, device=self.parameters[0].device)
+        used[[*self._used]] = 1
+        comm.all_reduce(used, group=self.group)
+        self._used.clear()
+        return {i for i, often in enumerate(used.tolist()) if not often}
+
     @torch.no_grad()
     def follow(self) -> None:
         """Sends zeros as the backward of other ranks sends gradients: this rank has no more batches."""
@@ -244,8 +282,7 @@ class GradientReducer(BucketReduction):
         for bucket in self.buckets:
             bucket.reduced()
         if self.find_unused or learns:
-            comm.all_reduce(self._used, group=self.group)
-            self._used.zero_()
+            self._unused_on_all_ranks()
         if learns:
             self._triggers = [1] * len(self.parameters)
         self._arrived = list(self.order)  # all that this rank knows, if it has had no batch
@@ -300,9 +337,7 @@ class GradientReducer(BucketReduction):
             self._tell(failure)
             raise
         if self.find_unused or learns:
-            comm.all_reduce(self._used, group=self.group)
-            self._untouched = {i for i, used in enumerate(self._used.tolist()) if not used}
-            self._used.zero_()
+            self._untouched = self._unused_on_all_ranks()
         for bucket, grads in zip(self.buckets, reduced, strict=True):
             bucket.give(grads, self.as_view, self._untouched)
         self._reset()
