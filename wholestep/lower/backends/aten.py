@@ -131,14 +131,10 @@ class Program:
             set_grad_mode(False)
         try:
             with self._lock, below_autograd():
-                if out := [name for name, loan in self._loans.items() if loan.is_out]:
-                    self._held |= frozenset(out)
-                    self._make(self._unpack())
-                if full_precision() is not self._full_precision:
-                    self._full_precision = not self._full_precision
-                    self._make(self._unpack())
-                if self._regions.ready():
-                    self._fused = True
+                out = [name for name, loan in self._loans.items() if loan.is_out]
+                made_for = self._held.union(out), full_precision(), self._regions.ready() or self._fused
+                if made_for != (self._held, self._full_precision, self._fused):
+                    self._held, self._full_precision, self._fused = made_for
                     self._make(self._unpack())
                 sizes = self._signature.sizes.sizes(inputs) if self._signature.sizes else ()
                 if not self._as_bound(inputs):

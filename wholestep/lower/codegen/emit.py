@@ -175,9 +175,6 @@ class GroupWriter:
         memory: dict[str, None] = {}  # names, in order
         rows, words = [], []
         product = next((node for node in nodes if is_product(node)), None)
-        by_rows = product is not None and self.reuse.store[product].kind == "rows"
-        if product is not None and not by_rows:
-            self.calls.write(product)
         for node in nodes:
             if node is product:
                 continue
@@ -196,11 +193,11 @@ class GroupWriter:
                 operands.append(number)
             words.append(f"#   {name} = {base_name(node.target)}({', '.join(operands)})")  # type: ignore[arg-type]
         given = [name for name in memory if name not in self.source.lasting]
-        parts = f", {self.source.name(product)!r}" if product is not None and by_rows else ""
+        parts = f", {self.source.name(product)!r}" if product is not None else ""
         count = info(nodes[-1]).value.numel()
         text = f"chain({count}, [{commas(rows)}], globals(), [{commas(map(repr, given))}]{parts})"
         run, addresses = self.source.bind(f"chain_{index}", text), [f"{name}.data_ptr()" for name in given]
-        if product is not None and by_rows:
+        if product is not None:
             with self._rows(index, product, {}):  # some of which at a time the chain reads from the cache
                 self.source.line(f"{run}({commas(['first', 'part', *addresses])})")
         else:
