@@ -9,5 +9,5 @@ May import: capture, errors, fake_evaluate, fake_layouts, functional, ir, marks,
 from wholestep.trace.patches.python_patches import gradient_memory, note_gradient
 from wholestep.trace.record.finish import ReentrantCheckpoint, SharedMemory, Traced
 from wholestep.trace.record.recorder import Recorder
-from wholestep.trace.record.running_code import UnmetCode
 from wholestep.trace.record.trace_step import trace_step
+from wholestep.trace.record.user_line import UnmetCode

@@ -14,8 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from wholestep.errors import UnsupportedError
 from wholestep.ir import Phase
 from wholestep.torch_compat import TorchDispatchMode, current_autograd_node, is_inside, node_sequence_number
-from wholestep.trace.record.running_code import RunningCode
-from wholestep.trace.record.user_line import user_line
+from wholestep.trace.record.user_line import RunningCode, user_line
 
 
 class Provenance:

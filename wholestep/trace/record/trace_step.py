@@ -29,8 +29,7 @@ from wholestep.trace.record.finish import Differentiate, SharedMemory, Traced, f
 from wholestep.trace.record.inputs import TracedInput
 from wholestep.trace.record.provenance import Provenance
 from wholestep.trace.record.recorder import Recorder
-from wholestep.trace.record.running_code import RunningCode
-from wholestep.trace.record.user_line import line_of
+from wholestep.trace.record.user_line import RunningCode, line_of
 
 MAKES_SUBCLASS = "make it outside of the step, and pass it the plain tensor"
 
