@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -32,10 +33,9 @@ def first_difference(everybody: Sequence[Sequence[Any]]) -> tuple[int, int, Any,
     """Where ranks have another list than rank 0: the first such rank, the place, and what both have there or None."""
     first = everybody[0]
     for rank, other in enumerate(everybody):
-        if other != first:
-            place = next(i for i in range(len(first) + 1) if first[i : i + 1] != other[i : i + 1])
-            here, there = (one[place] if place < len(one) else None for one in (first, other))
-            return rank, place, here, there
+        for place, (here, there) in enumerate(zip_longest(first, other)):
+            if here != there:
+                return rank, place, here, there
     return None
 
 

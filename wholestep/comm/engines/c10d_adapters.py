@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from wholestep.comm.engines.work_queue import WorkQueue
 from wholestep.comm.stores.store import Store
-from wholestep.comm.work import All, Work, require_process, seconds
+from wholestep.comm.work import All, Work, WorkQueue, require_process, seconds
 from wholestep.errors import DistBackendError, DistMismatchError, DistRankError, DistTimeoutError
 
 

@@ -25,15 +25,14 @@ from datetime import timedelta
 import torch
 
 from wholestep.comm.engines.host_groups import HostGroups, Topology
-from wholestep.comm.engines.reference_reduce import HALVES, average, fold
+from wholestep.comm.engines.reference_reduce import average, fold, wide
 from wholestep.comm.engines.shm import ShmGroup
 from wholestep.comm.engines.shm_segment import host_identity
-from wholestep.comm.engines.work_queue import WorkQueue
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup, description, part_of
 from wholestep.comm.reduce_op import RedOpType
 from wholestep.comm.stores.store import Store
 from wholestep.comm.stores.store_barrier import exchange
-from wholestep.comm.work import Work
+from wholestep.comm.work import Work, WorkQueue
 from wholestep.errors import DistBackendError, DistMismatchError
 
 PIECE = 1 << 20  # bytes of an all-reduce that are in one step at a time
@@ -87,12 +86,6 @@ class HierarchicalGroup(ProcessGroup):
 
     # Reductions -------------------------------------------------------------------------------------------------
 
-    def _wide(self, tensor: torch.Tensor, opts: Options) -> torch.Tensor:
-        """The tensor to reduce in: float32 for halves, multiplied for PREMUL_SUM; else the same."""
-        if opts.op is RedOpType.PREMUL_SUM and opts.factor is not None:
-            tensor = (tensor * opts.factor).to(tensor.dtype)
-        return tensor.float() if tensor.dtype in HALVES else tensor
-
     def _to_leader(self, tensor: torch.Tensor, opts: Options) -> None:
         """Reduces inside the host to its leader; what AVG and PREMUL_SUM add is done elsewhere."""
         op = RedOpType.SUM if opts.op in (RedOpType.AVG, RedOpType.PREMUL_SUM) else opts.op
@@ -107,7 +100,7 @@ class HierarchicalGroup(ProcessGroup):
     def _all_reduce(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
         """In pieces: one is under way between the hosts while the one before it is folded and spread, and the one after
         it is reduced inside the hosts."""
-        total = self._wide(ins[0], opts)
+        total = wide(ins[0], opts)
         size = max(1, PIECE // total.element_size())
         finish: Callable[[], None] | None = None
         for piece, to in zip(total.view(-1).split(size), outs[0].view(-1).split(size), strict=True):
@@ -150,7 +143,7 @@ class HierarchicalGroup(ProcessGroup):
     def _reduce_scatter(self, outs: Tensors, ins: Tensors, opts: Options, plain: Options) -> None:
         (output,), rows, groups = outs, self.topology.rows, self._hosts
         table = torch.stack([ins[rank].reshape(-1) for ranks in self.topology.hosts for rank in ranks])
-        total = self._wide(table, opts)
+        total = wide(table, opts)
         self._to_leader(total, opts)
         theirs = {host: total[rows[host]] for host in groups.hosts}
         mine = theirs[groups.host]

@@ -47,10 +47,14 @@ def average(total: torch.Tensor, count: int) -> torch.Tensor:
     return torch.div(total, count, rounding_mode=None if exact else "trunc")
 
 
+def wide(part: torch.Tensor, opts: Options) -> torch.Tensor:
+    """The tensor to reduce in: float32 for halves, multiplied for PREMUL_SUM; else the same."""
+    if opts.op is RedOpType.PREMUL_SUM and opts.factor is not None:
+        part = (part * opts.factor).to(part.dtype)
+    return part.float() if part.dtype in HALVES else part
+
+
 def naive_reduce(parts: list[torch.Tensor], opts: Options) -> torch.Tensor:
     """The parts folded in rank order; bf16 and fp16 in float32, rounded once."""
-    dtype = parts[0].dtype
-    if opts.op is RedOpType.PREMUL_SUM and opts.factor is not None:
-        parts = [(part * opts.factor).to(dtype) for part in parts]
-    total = fold([part.float() for part in parts] if dtype in HALVES else parts, opts.op)
-    return (average(total, len(parts)) if opts.op is RedOpType.AVG else total).to(dtype)
+    total = fold([wide(part, opts) for part in parts], opts.op)
+    return (average(total, len(parts)) if opts.op is RedOpType.AVG else total).to(parts[0].dtype)

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from wholestep.comm.engines.reference_reduce import naive_reduce
-from wholestep.comm.engines.work_queue import WorkQueue
 from wholestep.comm.process_group import DEFAULT_TIMEOUT, Options, ProcessGroup, description, part_of, require_equal
 from wholestep.comm.stores.store import Store
-from wholestep.comm.work import Work, seconds
+from wholestep.comm.work import Work, WorkQueue, seconds
 from wholestep.errors import DistBackendError, DistError, DistMismatchError, DistRankError, DistTimeoutError
 
 Given = list[list[torch.Tensor]]  # what each rank gives
@@ -68,8 +67,7 @@ class _Rendezvous:
         self.shown: dict[int, dict[int, Any]] = {}  # by meeting number, then rank
         self.last_call: dict[int, str] = {}
         self.mailboxes: dict[tuple[int, int, int], list[torch.Tensor]] = {}
-        self.left: set[int] = set()
-        self.reasons: dict[int, str] = {}  # of ranks that said why they cannot go on
+        self.left: dict[int, str] = {}  # ranks, and why they cannot go on where they said so
 
 
 _rendezvous: dict[str, _Rendezvous] = {}
@@ -99,8 +97,8 @@ class ThreadGroup(ExchangeGroup):
         self._exchanges += 1
         limit = seconds(opts.timeout or self.timeout)
         with shared.changed:
-            if self._rank in shared.reasons:
-                raise DistRankError(f"group {self.group_name!r} has ended: {shared.reasons[self._rank]}")
+            if reason := shared.left.get(self._rank):
+                raise DistRankError(f"group {self.group_name!r} has ended: {reason}")
             shared.last_call[self._rank] = what
             found = shared.shown.setdefault(number, {})
             found[self._rank] = given
@@ -112,15 +110,14 @@ class ThreadGroup(ExchangeGroup):
             return [found[rank] for rank in range(shared.size)]
 
     def _missing_ranks(self, what: str, found: dict[int, Any], limit: float | None) -> DistError:
-        last_call, reasons = self._shared.last_call, self._shared.reasons
+        last_call, left = self._shared.last_call, self._shared.left
         missing = [rank for rank in range(self._size) if rank not in found]
-        gone = [rank for rank in missing if rank in self._shared.left]
+        gone = sorted(left.keys() & missing, key=lambda rank: (not left[rank], rank))  # those first that said why
         here = f"group {self.group_name!r}: rank {self._rank} waits in {what}"
         stood = "; ".join(f"rank {r} last stood at {last_call.get(r, 'no collective yet')}" for r in missing)
         if gone:
-            first = next((rank for rank in gone if rank in reasons), gone[0])
-            why = f"cannot go on: {reasons[first]}" if first in reasons else "has left the group"
-            return DistRankError(f"{here}; rank {first} {why}; {stood}")
+            why = f"cannot go on: {left[gone[0]]}" if left[gone[0]] else "has left the group"
+            return DistRankError(f"{here}; rank {gone[0]} {why}; {stood}")
         return DistTimeoutError(f"{here} for {limit:g} s; {stood}")
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> Work:
@@ -160,18 +157,15 @@ class ThreadGroup(ExchangeGroup):
 
     def abort(self, reason: str) -> None:
         with self._shared.changed:
-            self._shared.reasons[self._rank] = reason
-            self._shared.left.add(self._rank)
+            self._shared.left[self._rank] = reason
             self._shared.changed.notify_all()
 
     def shutdown(self) -> None:
         for queue in self._queues.values():
             queue.close()
-        with self._shared.changed:
-            self._shared.left.add(self._rank)
-            self._shared.changed.notify_all()
-            if len(self._shared.left) == self._size:
-                _rendezvous.pop(self._key, None)
+        self.abort(self._shared.left.get(self._rank, ""))
+        if len(self._shared.left) == self._size:
+            _rendezvous.pop(self._key, None)
 
 
 class NullGroup(ExchangeGroup):

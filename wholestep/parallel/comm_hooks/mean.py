@@ -16,7 +16,7 @@ import torch
 from wholestep import comm
 from wholestep.comm.api.groups import in_this_world
 from wholestep.comm.api.tracing import is_captured
-from wholestep.comm.engines.work_queue import WorkQueue
+from wholestep.comm.work import WorkQueue
 
 Hook = Callable[[Any, Any], torch.futures.Future]
 Group = comm.ProcessGroup | None
