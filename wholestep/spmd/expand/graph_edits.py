@@ -94,15 +94,17 @@ def is_view(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and bool(node.target.is_view)
 
 
+def views_of(node: fx.Node) -> list[fx.Node]:
+    """A value and its views."""
+    found = [node]
+    for one in found:
+        found += filter(is_view, one.users)
+    return found
+
+
 def readers(node: fx.Node) -> Iterator[fx.Node]:
     """Who reads a value: its users, and those of its views."""
-    queue = [*node.users]
-    while queue:
-        user = queue.pop()
-        if is_view(user):
-            queue += user.users
-        else:
-            yield user
+    return (user for one in views_of(node) for user in one.users if not is_view(user))
 
 
 def reroute(old: fx.Node, new: fx.Node, chosen: Choice, phase: Phase) -> None:

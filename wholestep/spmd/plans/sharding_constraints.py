@@ -11,7 +11,7 @@ from torch import fx
 
 from wholestep.ir import Phase, StepGraph, info, nbytes
 from wholestep.spmd.expand.calls import R
-from wholestep.spmd.expand.graph_edits import COPIES, Constraint, constrain, in_memory, is_view, readers
+from wholestep.spmd.expand.graph_edits import COPIES, Constraint, constrain, in_memory, readers, views_of
 from wholestep.spmd.placements import Placement, Shard, normal
 from wholestep.spmd.plans.global_view import matches
 from wholestep.spmd.rules.pointwise import is_on_lists
@@ -43,7 +43,7 @@ def constrain_parameters(
             computes = partial(_computes, stretch, number, None if local else info(node).value.shape)
             constraint = constrain(node, Constraint(R), phases[number], computes)
             if constraint is not None:
-                _move_late(constraint, stretch)
+                _move_late(constraint)
     return step
 
 
@@ -70,9 +70,8 @@ def cheaper_to_keep(step: StepGraph, *, placements: Sequence[Placement], again: 
 
 def _beside(reader: fx.Node, parameter: fx.Node) -> int:
     """Bytes of what a call reads besides a parameter and its views, and of what it gives."""
-    own = {parameter, *_views(parameter)}
-    values = [info(node).value for node in (reader, *reader.all_input_nodes) if node not in own]
-    return nbytes(values)
+    own = views_of(parameter)
+    return nbytes([info(node).value for node in (reader, *reader.all_input_nodes) if node not in own])
 
 
 def constrain_gradients(step: StepGraph, *, placements: Sequence[Placement]) -> StepGraph:
@@ -158,19 +157,11 @@ def _stretches(step: StepGraph, again: bool) -> dict[fx.Node, int]:
     return found
 
 
-def _move_late(constraint: fx.Node, stretch: Mapping[fx.Node, int]) -> None:
+def _move_late(constraint: fx.Node) -> None:
     """Moves a constraint, and the views of it, to right before the first call that reads it."""
-    views = _views(constraint)
-    first = min(user for node in (constraint, *views) for user in node.users if user not in views)
-    for node in (constraint, *sorted(views)):  # nodes compare by their place in the graph
+    first = min(readers(constraint))
+    for node in sorted(views_of(constraint)):  # nodes compare by their place in the graph
         first.prepend(node)
-
-
-def _views(node: fx.Node) -> list[fx.Node]:
-    found = [node]
-    for one in found:
-        found += [user for user in one.users if user.op == "call_function" and is_view(user)]
-    return found[1:]
 
 
 def _computes(stretch: Mapping[fx.Node, int], number: int, like: torch.Size | None, reader: fx.Node) -> bool:

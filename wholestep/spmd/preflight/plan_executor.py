@@ -202,7 +202,7 @@ class PlanExecutor:
         preflight.compare(said, self._same_values(inputs, tensors, words), held)
         if preflight.all_compared:
             self._broadcast_from_first(new, initial)
-        preflight.synchronized.add(tensor for _, tensor in held)
+        preflight.synchronized.update({id(tensor): tensor for _, tensor in held})
         if self.view and not preflight.agreed:
             state = torch.get_rng_state()  # of rank 0, for all
             for group in self.groups:
@@ -220,11 +220,11 @@ class PlanExecutor:
             (item, tensor)
             for item, tensor in zip(inputs, tensors, strict=True)
             if item.kind in (*LASTING_KINDS, *first) and _is_there(tensor)
-            if id(tensor) not in parts and tensor not in self.preflight.synchronized
+            if id(tensor) not in parts and self.preflight.synchronized.get(id(tensor)) is not tensor
         ]
 
     def _broadcast_from_first(self, new: Sequence[tuple[Input, torch.Tensor]], initial: InitialState) -> None:
-        self.preflight.synchronized.add(tensor for _, tensor in new)
+        self.preflight.synchronized.update({id(tensor): tensor for _, tensor in new})
         there = torch.tensor([any(item.kind == "state" and not initial.owns(tensor) for item, tensor in new)])
         for group in self.groups:
             comm.all_reduce(there, comm.ReduceOp.MAX, group)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -70,26 +69,6 @@ class Finding(NamedTuple):
     kind: str
 
 
-class TensorSet:
-    """Tensors, told apart by identity, none of which is kept alive."""
-
-    def __init__(self) -> None:
-        self._weak: dict[int, weakref.ref[torch.Tensor]] = {}
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        weak = self._weak.get(id(tensor))
-        return weak is not None and weak() is tensor
-
-    def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Adds some."""
-        for tensor in tensors:
-            self._weak[id(tensor)] = weakref.ref(tensor, partial(self._forget, id(tensor)))
-
-    def _forget(self, key: int, weak: weakref.ref[torch.Tensor]) -> None:
-        if self._weak.get(key) is weak:
-            del self._weak[key]
-
-
 class PreflightCheck:
     """What the ranks of one step tell each other about its calls, over their groups.
 
@@ -99,7 +78,8 @@ class PreflightCheck:
 
     Attributes:
         agreed: the contracts of the programs that they have begun together.
-        synchronized: the parameters, buffers and states that they have compared, or that were given to all.
+        synchronized: by id, the parameters, buffers and states that they have compared, or that were given to all; none
+            of them is kept alive.
         all_capture: whether none of them had a program for the call that they met for last.
         all_compared: whether all of them said more words when they compared last.
     """
@@ -108,7 +88,7 @@ class PreflightCheck:
         self.groups, self.axes, self._spread = list(groups), axes, spread
         self._in_global_view = bool(spread)
         self.agreed: set[Contract] = set()
-        self.synchronized = TensorSet()
+        self.synchronized: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self.all_compared = self.all_capture = False
         self._all_failed = False  # whether all of them knew something to be wrong then
         self._raised: weakref.ref[WholestepError] | None = None  # what they found then
@@ -138,7 +118,7 @@ class PreflightCheck:
         if self._announced or (contract.is_local and not self._in_global_view):
             return
         watched = [*((item, values[index]) for index, item in contract.watched), *more]
-        new = [(item, tensor) for item, tensor in watched if tensor not in self.synchronized]
+        new = [(item, tensor) for item, tensor in watched if self.synchronized.get(id(tensor)) is not tensor]
         if not self._agree(contract, contract.checksum(values, [values_of(*pair) for pair in new])):
             words = [values_of(item, values[index]) for index, item in contract.numbers]
             along = None if self._one_captures else {group.group_name: words for group in self.groups}
@@ -146,7 +126,7 @@ class PreflightCheck:
             lasting += () if self._one_captures else more  # of which a rank that captures says nothing
             self.compare(contract.with_random_state() if contract.random else contract, along, lasting)
         if not (more and self._one_captures):
-            self.synchronized.add(tensor for _, tensor in new)
+            self.synchronized.update({id(tensor): tensor for _, tensor in new})
 
     def meet(self, what: str) -> None:
         """Before collectives that are in no program.
