@@ -14,7 +14,7 @@ import inspect
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial, wraps
@@ -908,6 +908,19 @@ def engine_compiler(make: Callable[[], Any]) -> Iterator[None]:
 
 at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 """Has the autograd engine call a function when the backward ends inside of which this is called."""
+
+
+def behind(roots: Iterable[Any]) -> Iterator[Any]:
+    """All nodes of the autograd graph behind tensors, gradient edges or nodes."""
+    starts = [root.node if isinstance(root, torch.autograd.graph.GradientEdge) else root for root in roots]
+    waiting = [start.grad_fn if isinstance(start, torch.Tensor) else start for start in starts]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [above for above, _ in node.next_functions]
+            yield node
 
 
 def backward_reaches(node: Any) -> bool | None:

@@ -65,6 +65,7 @@ from wholestep.torch_compat import (
     attention_kernels,
     backward_reaches,
     begin_profiled_range,
+    behind,
     below_autograd,
     casts,
     casts_where_called,
@@ -529,6 +530,18 @@ def test_a_backward_to_some_inputs_reaches_no_other_nodes():
     torch.autograd.grad(y.sum(), x, retain_graph=True)
     y.sum().backward()
     assert seen == [False, None, True]
+
+
+def test_all_nodes_behind_tensors_edges_and_nodes_are_found_once():
+    x, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    y = x.exp()
+    z = y * y + other
+    leaf = torch.autograd.graph.get_gradient_edge(x)
+    made = ["AddBackward0", "MulBackward0", "ExpBackward0"]
+    everything = [node.name() for node in behind([z, y])]
+    assert sorted(everything) == sorted(made + 2 * ["torch::autograd::AccumulateGrad"])
+    assert [*behind([leaf])] == [leaf.node] and [*behind([y.grad_fn])] == [y.grad_fn, leaf.node]
+    assert [*behind([torch.ones(2), None])] == []
 
 
 def test_the_gradient_of_cumprod_is_another_without_data_where_we_say_so():

@@ -12,10 +12,9 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from wholestep.errors import UnsupportedError
-from wholestep.torch_compat import HOOK_TABLES, FakeTensor
+from wholestep.torch_compat import HOOK_TABLES, FakeTensor, behind
 from wholestep.trace import ReentrantCheckpoint
 from wholestep.trace.numbers.symbolic_sizes import is_made
-from wholestep.trace.operators.data_dependent_formulas import behind
 from wholestep.trace.outputs.collect_outputs import OutputCollector
 from wholestep.trace.outputs.output_records import is_leaf
 from wholestep.trace.record.inputs import TracedInput

@@ -34,9 +34,9 @@ from wholestep.aot_autograd.boundary import (
 from wholestep.capture.guards.compared_values import META
 from wholestep.capture.snapshot.user_code import is_library
 from wholestep.errors import CaptureError, LeakError, UnsupportedError
-from wholestep.torch_compat import FakeTensor, empty_fake, without_autocast
+from wholestep.torch_compat import FakeTensor, behind, empty_fake, without_autocast
 from wholestep.trace import ReentrantCheckpoint
-from wholestep.trace.operators.data_dependent_formulas import behind, by_data
+from wholestep.trace.operators.data_dependent_formulas import by_data
 from wholestep.trace.outputs.collect_outputs import OutputCollector
 from wholestep.trace.outputs.leaks import made_at
 from wholestep.trace.outputs.output_records import NO_GRADIENT, SECOND_TIME, Derivative, Differentiated, is_leaf

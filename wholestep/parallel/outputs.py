@@ -1,10 +1,10 @@
-"""Tensors in what a module's forward gives: found, exchanged, and followed back to the parameters that made them."""
+"""Tensors in what a module's forward gives: found, exchanged, and followed back to the nodes that they come from."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,16 +71,3 @@ def joined_in_one_node(outputs: Any, begun: Callable[[], None]) -> Any:
 def nodes_of(outputs: Any) -> list[Any]:
     """The autograd nodes that the outputs come from."""
     return [get_gradient_edge(one).node for one in tensors_in(outputs) if one.requires_grad]
-
-
-def nodes_behind(nodes: Iterable[Any]) -> set[Any]:
-    """All autograd nodes that a backward from any of these can reach."""
-    stack: list[Any] = list(nodes)
-    seen: set[Any] = set(stack)
-    while stack:
-        following: Iterable[Any] = (node for node, _ in stack.pop().next_functions if node is not None)
-        for node in following:
-            if node not in seen:
-                seen.add(node)
-                stack.append(node)
-    return seen

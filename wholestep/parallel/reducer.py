@@ -19,8 +19,8 @@ from wholestep.parallel.buckets import flat_as, views_of
 from wholestep.parallel.comm_hooks.mean import value_of
 from wholestep.parallel.equal_models import noted
 from wholestep.parallel.join import WITHOUT_JOIN
-from wholestep.parallel.outputs import nodes_behind, nodes_of
-from wholestep.torch_compat import at_end_of_backward, backward_reaches, skipped_by_dynamo
+from wholestep.parallel.outputs import nodes_of
+from wholestep.torch_compat import at_end_of_backward, backward_reaches, behind, skipped_by_dynamo
 
 IN_BACKWARD = "_in_backward_optimizers"  # torch's attribute of a parameter
 
@@ -112,7 +112,7 @@ class GradientReducer(BucketReduction):
             self.unused = self._unreached(nodes_of(outputs))
 
     def _unreached(self, roots: Iterable[Any]) -> set[int]:
-        reached = nodes_behind(roots)
+        reached = {*behind(roots)}
         return {i for i, node in enumerate(self._nodes) if node not in reached}
 
     def knows(self, parameter: torch.Tensor) -> bool:

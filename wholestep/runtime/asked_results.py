@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from wholestep.errors import UnsupportedError
-from wholestep.trace.operators.data_dependent_formulas import behind
+from wholestep.torch_compat import behind
 from wholestep.trace.patches.engine_hook import watch
 from wholestep.trace.record.user_line import user_line
 
@@ -26,16 +25,15 @@ Between = list[tuple[weakref.ref[torch.Tensor], frozenset[int]]]
 WRAPPERS = "torch.distributed.", "wholestep."
 
 
-_noted: dict[int, weakref.ref[torch.Tensor]] = {}  # those that are alive, by id
+_noted: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()  # by id
 
 
 def note(node: Any, results: Iterable[tuple[torch.Tensor, frozenset[int]]]) -> None:
     """Notes such results at the node that they come from."""
     node.wholestep_between = []
     for result, through in results:
-        reference = weakref.ref(result, partial(_noted.pop, id(result)))
-        _noted[id(result)] = reference
-        node.wholestep_between.append((reference, through))
+        _noted[id(result)] = result
+        node.wholestep_between.append((weakref.ref(result), through))
     watch(_refuse_inputs)
 
 
@@ -54,7 +52,7 @@ def refuse_hooks(between: Between, tangents: Sequence[torch.Tensor | None]) -> N
 def _refuse_inputs(roots: Sequence[Any], inputs: Sequence[Any]) -> None:
     """The engine is asked for gradients of tensors, such results among them."""
     asked = {edge for edge in map(_edge, inputs) if edge[0] is not None}
-    noted = [kept for reference in [*_noted.values()] if asked and (kept := reference()) is not None]
+    noted = list(_noted.values()) if asked else []
     if asked.isdisjoint(map(_edge, noted)):  # a walk of the graph takes long
         return
     nodes = list(behind(roots))

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from wholestep.capture.snapshot.reachable import TensorInput
 from wholestep.errors import UnsupportedError
+from wholestep.torch_compat import behind
 
 
 class HistoryRoot(torch.autograd.Function):
@@ -41,13 +42,12 @@ def _leads_outside(beginning: Any) -> UnsupportedError:
     )
 
 
-def refuse_outside(roots: Iterable[Any], inputs: Sequence[Any], behind: Callable[..., Iterable[Any]]) -> None:
+def refuse_outside(roots: Iterable[Any], inputs: Sequence[Any]) -> None:
     """Refuses gradients of the step's own backward to which the history of an alias's original would add.
 
     Args:
         roots: where the backward begins.
         inputs: what it differentiates, tensors or gradient edges; none where that is all that it comes by.
-        behind: gives the nodes that a backward from some roots may come by.
 
     Raises:
         UnsupportedError: one of the inputs is among what an original was made of.

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from wholestep.errors import UnsupportedError
 from wholestep.patches import suspended
-from wholestep.torch_compat import CUMPROD_BY_DATA, saved_as_it_is, saved_numbers, with_autograd
+from wholestep.torch_compat import CUMPROD_BY_DATA, behind, saved_as_it_is, saved_numbers, with_autograd
 from wholestep.trace.patches.engine_hook import running
 
 Engine = Callable[..., Any]
@@ -153,15 +153,3 @@ def _replace(node: Any, made: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[
         return None
     new = formula(node, given[0], made[index])
     return None if new is None else (*made[:index], new.to(made[index].dtype), *made[index + 1 :])
-
-
-def behind(roots: Iterable[Any]) -> Iterator[Any]:
-    """All nodes of the graph behind tensors, gradient edges or nodes."""
-    waiting = [getattr(root, "node", None) or getattr(root, "grad_fn", root) for root in roots]
-    seen = set()
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            waiting += [above for above, _ in node.next_functions]
-            yield node

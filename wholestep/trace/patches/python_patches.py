@@ -42,7 +42,7 @@ from wholestep.torch_compat import (
 )
 from wholestep.trace.numbers.host_numbers import AWARE, HOSTS, aware_choice
 from wholestep.trace.numbers.symbolic_sizes import is_made, is_size
-from wholestep.trace.operators.data_dependent_formulas import behind, by_data
+from wholestep.trace.operators.data_dependent_formulas import by_data
 from wholestep.trace.patches import types_asked
 from wholestep.trace.patches.engine_hook import handled
 from wholestep.trace.patches.function_mode import ReplacedGradients
@@ -262,7 +262,7 @@ def _inside(settings: Settings, run: Callable[..., Any], roots: Iterable[Any], *
     """Calls the autograd engine for a backward of the step's own, which stops at the step's inputs."""
     settings.refuse_saved_tensor_hooks()
     roots = tuple(roots)
-    refuse_outside(roots, args[3], behind)
+    refuse_outside(roots, args[3])
     return by_data(run, roots, *args, **kwargs)
 
 
