@@ -21,6 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree
 
 import wholestep as ws
+from wholestep.capture.guards.guards import Guard
+from wholestep.capture.snapshot.garbage_collection import new_objects, places_of
 
 LIBRARY = """
 import functools
@@ -378,3 +380,14 @@ def test_hooks_of_all_optimizers_and_what_they_count() -> None:
     finally:
         handle.remove()
         change(1.0)
+
+
+def test_guards_of_earlier_captures_are_no_places_of_a_function() -> None:
+    """Or each capture would look at all those of the others, and at where these are kept."""
+
+    def function() -> None: ...
+
+    guard = Guard(None, "identity", function)
+    with new_objects():
+        assert not any("expected" in place for place in places_of([function]))
+    assert guard.expected is function

@@ -26,7 +26,7 @@ STATE = "global state"
 SHARED = "is", "is still"  # kinds of guards of what stands in two places
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Guard:
     """One condition; `holds` compares it with another's ``expected``, and `str` says it in words.
 
