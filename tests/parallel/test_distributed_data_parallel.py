@@ -38,7 +38,9 @@ def test_mistakes_are_errors_with_names_on_all_ranks(transport):
         assert "did not receive grad for rank" in each["unused"] and "layers.1.weight, layers.1.bias" in each["unused"]
         for times in ("used twice", "later twice"):
             assert "mark a variable ready only once. Parameter second." in each[times]
-        assert "training graph has changed in this iteration: parameter second." in each["not static"]
+        for name in ("not static", "not static, as said"):
+            assert "training graph has changed in this iteration: parameter second." in each[name]
+        assert "should be called before training loop starts" in each["said late"]
         assert "optimizers that step in the backward" in each["optimizer"]
         assert "call optimizer.step() after the backward" in each["optimizer"]
         assert "found sparse ones of weight: make these layers with sparse=False" in each["sparse"]

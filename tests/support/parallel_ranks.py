@@ -215,10 +215,17 @@ def mistakes() -> dict[str, str]:
         apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
         DistributedDataParallel(model)(torch.ones(2, 8)).sum().backward()
 
-    def used_twice(*times: int, **settings: Any) -> None:
+    def used_twice(*times: int, say: bool = False, **settings: Any) -> None:
         wrapped = DistributedDataParallel(Checkpointed(True), **settings)
+        if say:
+            wrapped._set_static_graph()
         for wrapped.module.times in times:
             loss_of(wrapped(torch.ones(2, 8))).backward()
+
+    def late() -> None:
+        wrapped = DistributedDataParallel(nn.Linear(8, 2))
+        wrapped(torch.ones(2, 8)).sum().backward()
+        wrapped._set_static_graph()
 
     def made_sparse() -> None:
         wrapped = DistributedDataParallel(RowsRead(), broadcast_buffers=False)
@@ -247,6 +254,8 @@ def mistakes() -> dict[str, str]:
     note("unused", unused)
     note("used twice", lambda: used_twice(2))
     note("not static", lambda: used_twice(1, 1, 2, static_graph=True))
+    note("not static, as said", lambda: used_twice(1, 1, 2, say=True, find_unused_parameters=True))
+    note("said late", late)
     note("optimizer", stepping)
     note("later twice", lambda: used_twice(1, 1, 2))
     note("loaded", lambda: changed(loaded))

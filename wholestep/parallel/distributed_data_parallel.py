@@ -290,6 +290,19 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Settings, buckets and times, by torch's names (`logging_data.py`)."""
         return logging_data(self)
 
+    def _set_static_graph(self) -> None:
+        """As ``static_graph=True``, by a name of torch's that scripts call after the wrapping.
+
+        Raises:
+            RuntimeError: there was a forward already.
+        """
+        if self.reducer.backward.expected or self.reducer.times.iterations:
+            raise RuntimeError(
+                "set_static_graph() should be called before training loop starts; to do: pass static_graph=True"
+            )
+        self.static_graph = self.reducer.static = True
+        self.reducer.find_unused = False
+
     _register_builtin_comm_hook, _get_ddp_logging_data = register_builtin_comm_hook, logging_data  # torch's names
 
     def _buffers_now(self) -> list[torch.Tensor]:
