@@ -58,7 +58,7 @@ test-ops: $(STAMP)
 # every model's step along one axis and two, against one device: ten minutes; then twenty steps of six models on 2, 4 and 8
 # ranks under every plan: an hour
 test-spmd: $(STAMP)
-	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -n $(JOBS) -q tests/spmd/test_models.py $(ARGS)
+	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -n $(JOBS) -q tests/spmd/test_models.py tests/spmd/test_rules.py $(ARGS)
 	$(LIMIT) $(BIN)/python -m tests.support.spmd_equal
 
 # 25 models under each wrapper, hook and mixture of wholestep.parallel, on two and four ranks: an hour

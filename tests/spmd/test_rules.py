@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,14 @@ from wholestep.testing import run_ranks
 
 aten = torch.ops.aten
 R = Replicate()
+LONG = bool(os.environ.get("WHOLESTEP_TEST_LONG"))
 DOCS = Path(__file__).parents[2] / "docs"
 
 # Kernels that the CPU does not have, and results without a value.
 NOT_SHOWN = {"aten._fused_rms_norm", "aten._fused_rms_norm_backward", "aten.new_empty_strided"}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [3, *([2] if LONG else [])])  # on three, some parts are uneven
 def test_every_row_of_every_rule(ranks: int) -> None:
     wrong = failures(samples(), ranks)
     assert not wrong, "\n".join(wrong)
