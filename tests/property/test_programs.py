@@ -215,6 +215,7 @@ READS_WHAT_IT_WRITES: dict[str, Callable[[Tensor], Any]] = {
 }
 WRITES_IN_ONE_PLACE: dict[str, Callable[[Tensor], Any]] = {
     "sum": lambda x: torch.sum(x, 0, out=x[0, :1].expand(3)),
+    "itself": lambda x: (same := x[0, :1].expand(3)).copy_(same),
 }
 REFUSED_BY_KERNELS: dict[str, Callable[[Tensor], Any]] = {
     "a part of a list": lambda x: torch._foreach_add_([x[1:]], [x[:2]]),

@@ -89,13 +89,13 @@ class Mutations:
 
     def _refuse_meeting(self, func: OpOverload, written: list[torch.Tensor], args: Any, kwargs: Any) -> None:
         """Refuses writes to one place twice, or where the call reads: with the kernel's error, where it has one."""
-        if func is aten.copy_.default and self._same_elements(args[0], args[1]):
-            return
+        copies_itself = func is aten.copy_.default and self._same_elements(args[0], args[1])  # no kernel runs
         refs = [self.inputs.ref(t) for t in written]
         if any(ref.geometry.overlaps or ref.whole.geometry.overlaps for ref in refs):
+            error = None if copies_itself else self._kernels_error(func, args, kwargs)
             what = f"{func} writes to an expanded tensor, or to another that has several elements in one place"
-            raise self._kernels_error(func, args, kwargs) or UnsupportedError(what, "clone it first")
-        if func in tables.FILLS_BY_TENSOR or func._schema.name.endswith("_copy"):  # which read first
+            raise error or UnsupportedError(what, "clone it first")
+        if copies_itself or func in tables.FILLS_BY_TENSOR or func._schema.name.endswith("_copy"):  # which read first
             return
         places: dict[int, list[Geometry]] = {}
         own = Counter(map(id, written))
