@@ -135,3 +135,8 @@ def test_views_have_the_strides_of_what_they_are_for():
     assert [view.stride() for view in views] == [one.stride() for one in like]
     assert torch.equal(torch.cat([view.t().flatten() for view in views[:1]]), flat[:12])
     assert sorted(torch.cat([view.flatten() for view in views]).tolist()) == flat.tolist()
+
+
+def test_parameters_that_only_the_code_around_the_module_uses():
+    means = [[1.5], False, [1.5], [1.5] * 3, [1.5], [0.5] * 3]
+    assert run_ranks(programs.used_around, 2, "thread") == [means] * 2

@@ -327,6 +327,21 @@ def asked_for_gradients() -> list[Any]:
     return found
 
 
+def used_around() -> list[Any]:
+    """Gradients where a parameter that the forward does not use is used outside of it: on no rank, on both, on one."""
+    x, rank, found = torch.full((1, 8), comm.get_rank() + 1.0), comm.get_rank(), []
+    for ranks in ((), (0, 1), (0,)):
+        module = nn.Linear(8, 2)
+        module.register_parameter("other", nn.Parameter(torch.ones(3)))
+        wrapped = DistributedDataParallel(module, find_unused_parameters=True)
+        for _ in range(2):
+            wrapped.zero_grad()
+            around = (module.other * (rank + 1)).sum() if rank in ranks else torch.zeros(())
+            (wrapped(x).sum() + around).backward()
+        found += module.weight.grad.unique().tolist(), module.other.grad is not None and module.other.grad.tolist()
+    return found
+
+
 def as_stock(store: str) -> dict[str, list[bool]]:
     """For each case and each way to send: whether all that is seen of it has the bits of torch's wrapper."""
     found: dict[str, list[bool]] = {}

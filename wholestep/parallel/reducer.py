@@ -106,6 +106,7 @@ class GradientReducer(BucketReduction):
                 )
             return
         self._reset()
+        self._roots = None
         if self.find_unused and joined:
             self._roots = [weakref.ref(node) for node in nodes_of(outputs)]
         elif self.find_unused:
