@@ -15,7 +15,7 @@ PLANS = {
     "mlp, state from before": FullyShard("dp", min_bytes=1),
     "momentum": FullyShard("dp", min_bytes=1, again=False),
     "wide": FullyShard("dp", min_bytes=1, gather="always"),
-    "looks": FullyShard("dp", parameters="fc1.*", min_bytes=1),
+    "looks": FullyShard("dp", parameters="fc1", min_bytes=1),
     "accumulated": FullyShard("dp", min_bytes=1),
     "kept": FullyShard("dp", min_bytes=1),
     "gpt with dropout": FullyShard("dp", min_bytes=1),
@@ -39,6 +39,8 @@ def test_fully_sharded_ranks_are_one_device(transport):
 
 SPLIT = {
     "mlp": TensorParallel("dp", {"fc1": "column", "fc2": "row"}),
+    "sorted": TensorParallel("dp", {"fc1": "row", "fc2": "row"}),
+    "spare": TensorParallel("dp", {"fc1": "column", "fc2": "row", "spare": "column"}),
     "gpt with dropout": TensorParallel(
         "dp", {**BLOCKS, "*.proj": ["row", "sequence"], "*.mlp.2": ["row", "sequence"], "norm.weight": Replicate()}
     ),
@@ -56,7 +58,8 @@ def refused(plans):
     found = {}
     for name, plan in plans.items():
         try:
-            programs.against_one_device(programs.replace(programs.CASES["mlp"], plan=plan), 7, steps=1)
+            case = programs.CASES["sorted" if name.startswith("read") else "mlp"]
+            programs.against_one_device(programs.replace(case, plan=plan), 7, steps=1)
         except ws.PlanError as error:
             found[name] = str(error)
     return found
@@ -66,12 +69,14 @@ def test_what_a_plan_cannot_mean_is_refused_on_every_rank():
     plans = {
         "nothing": FullyShard("dp", parameters="fc3.*"),
         "no module": TensorParallel("dp", {"fc4": "column"}),
+        "read, no module": TensorParallel("dp", {"fc4": "column"}),
         "no dimension": TensorParallel("dp", {"fc1.bias": Shard(1)}),
         "no axis": FullyShard("tp"),
     }
     for found in run_ranks(refused, 2, "shm", (plans,)):
         assert "'fc3.*' matches no parameter" in found["nothing"] and "fc2" in found["nothing"]
         assert "'fc4' matches no parameter or module" in found["no module"]
+        assert found["read, no module"] == found["no module"], "where the step's Python runs, too"
         assert "fc1.bias" in found["no dimension"] and "[10]" in found["no dimension"]
         assert "'tp'" in found["no axis"]
 

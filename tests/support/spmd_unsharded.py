@@ -58,6 +58,7 @@ class Case:
 
     Attributes:
         before: eager steps before the first compiled one, which leave optimizer state behind.
+        fullgraph: see `ws.compile`.
     """
 
     step: Callable[..., Any]
@@ -66,6 +67,7 @@ class Case:
     batch: Callable[[torch.Generator], tuple[Tensor, ...]]
     plan: Any = field(default_factory=Cut)
     before: int = 0
+    fullgraph: bool = True
 
 
 def rows(g: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -98,6 +100,28 @@ def with_history(model, opt, x, y):
     return sum(p.norm() for p in model.parameters())
 
 
+def looked_at(model, opt, x, y):
+    """Python reads the loss before its backward, in which weights' gradients are whole: they come of a sort."""
+    opt.zero_grad()
+    loss = model(x, y) + sum(p.flatten().sort()[0][:5].square().sum() for p in model.parameters())
+    if float(loss.detach()) > 0:
+        loss.backward()
+    opt.step()
+    return loss.detach()
+
+
+def fused(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+
+class Spare(MLP):
+    """With a layer that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(4, 4)
+
+
 class Wide(MLP):
     """With a layer that is large enough for collectives over shared memory to work in place; its rows are 97."""
 
@@ -126,6 +150,8 @@ CASES = {
     "looks": Case(looks, MLP, adamw, rows),
     "with history": Case(with_history, MLP, adamw, rows),
     "wide": Case(plain, Wide, adamw, rows),
+    "sorted": Case(looked_at, MLP, fused, rows, fullgraph=False),
+    "spare": Case(plain, Spare, adamw, rows),
     "uneven": Case(plain, Uneven, lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1), rows),
     "accumulated": Case(accumulated, MLP, sgd, rows),
     "kept": Case(kept, MLP, adamw, rows),
@@ -163,7 +189,7 @@ def against_one_device(case: Case, seed: int, steps: int = 5) -> dict[str, Any]:
     if comm.get_rank():  # rank 0's are taken
         for p in model.parameters():
             p.data += 1
-    step = ws.compile(case.step, mesh=mesh(), plan=case.plan, fullgraph=True)
+    step = ws.compile(case.step, mesh=mesh(), plan=case.plan, fullgraph=case.fullgraph)
     wrong: list[str] = []
     for number in range(steps):
         batch = case.batch(g)

@@ -7,6 +7,7 @@ says which. An operand of another placement is redistributed, once for all who w
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import fx
 
 from wholestep.comm.ops.functional_collectives import piece
-from wholestep.ir import GETITEM, NodeInfo, info
+from wholestep.ir import GETITEM, NodeInfo, info, is_dense
 from wholestep.nested import map_leaves
 from wholestep.spmd.expand.calls import Call, R, decomposition
 from wholestep.spmd.expand.choose_strategy import (
@@ -31,7 +32,9 @@ from wholestep.spmd.expand.redistribute import redistribute
 from wholestep.spmd.expand.strategy import Build, Decomposed, Strategy
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Shard, is_unequal, normal, splits
-from wholestep.spmd.rules.pointwise import columns_of, is_on_lists, of_columns
+from wholestep.spmd.rules.pointwise import columns_of, is_on_lists, of_columns, reads_flat_memory
+
+aten = torch.ops.aten
 
 
 def built(build: Build, call: Call, strategy: Strategy, local: Sequence[fx.Node]) -> Sequence[fx.Node]:
@@ -119,7 +122,8 @@ class CallExpansion:
         record, whole = info(node), Call.of(node, self.group)
         columns = list(columns_of(whole))
         chosen = [self._choose(column, record) for column in columns]
-        locals_ = [self._operands(column, strategy, record) for column, strategy in zip(columns, chosen, strict=True)]
+        operands = self._flat_operands if reads_flat_memory(node.target) else self._operands
+        locals_ = [operands(column, strategy, record) for column, strategy in zip(columns, chosen, strict=True)]
         together = [i for i, strategy in enumerate(chosen) if strategy.emit is None]
         made = iter(of_columns(self._build(record), whole, [columns[i] for i in together],
                                [locals_[i] for i in together]))  # fmt: skip
@@ -148,6 +152,16 @@ class CallExpansion:
 
     def _operands(self, call: Call, strategy: Strategy, record: NodeInfo) -> list[fx.Node]:
         return [self.at(self.sharded[o], p, record) for o, p in zip(call.operands, strategy.ins, strict=True)]
+
+    def _flat_operands(self, call: Call, strategy: Strategy, record: NodeInfo) -> list[fx.Node]:
+        """Operands without gaps: columns of what is whole are copied, on all ranks alike where pieces are unequal."""
+        found = self._operands(call, strategy, record)
+        for index, (value, placement) in enumerate(zip(call.values, strategy.ins, strict=True)):
+            local = info(found[index]).value
+            gaps = isinstance(placement, Shard) and math.prod(value.shape[: placement.dim]) > 1
+            if gaps and (is_unequal(placement, value.shape, self.group) or not is_dense(local.shape, local.stride())):
+                found[index] = self._build(record).call(aten.clone.default, found[index])
+        return found
 
     def _build(self, record: NodeInfo) -> Build:
         return Build(self.graph, record, self.group, self._node_of)

@@ -20,7 +20,7 @@ from torch import fx
 
 from wholestep.capture import TensorInput
 from wholestep.errors import PlanError
-from wholestep.ir import Input, InputKind, Pass, StepGraph, info
+from wholestep.ir import Input, Pass, StepGraph, info
 from wholestep.spmd.expand.calls import R
 from wholestep.spmd.mesh import AxisGroup, DeviceMesh
 from wholestep.spmd.placements import Placement, Replicate, Shard, cut, normal, split_evenly
@@ -83,15 +83,23 @@ class ParameterPlan(ABC):
         path = argument_path(source)
         return next((one for pattern, one in self.batch.items() if matches(path, pattern)), self.unnamed)
 
-    def check_batch(self, sources: Sequence[str]) -> None:
-        """Refuses a pattern that no argument's path fits.
+    @property
+    def patterns(self) -> Sequence[str]:
+        """The patterns that name parameters, buffers or modules."""
+        return ()
+
+    def check(self, tensors: Sequence[TensorInput]) -> None:
+        """Refuses a pattern that fits nothing that the step can see, used or not.
 
         Raises:
             PlanError: naming the nearest paths.
         """
-        paths = [argument_path(source) for source in sources]
+        name = type(self).__name__
+        paths = [parameter_path(one.source.text) for one in tensors if one.kind in ("parameter", "buffer")]
+        check_patterns(name, self.patterns, [name for path in paths for name in names_of(path)])
+        arguments = [argument_path(one.source.text) for one in tensors if one.kind == "batch"]
         patterns = list(self.batch) if isinstance(self.batch, Mapping) else []
-        check_patterns(f"{type(self).__name__}, batch", patterns, paths, "tensor that the step is called with")
+        check_patterns(f"{name}, batch", patterns, arguments, "tensor that the step is called with")
 
     def placement_of(self, item: Input, value: torch.Tensor) -> Placement:
         """See `GlobalPlan`."""
@@ -153,11 +161,11 @@ class GlobalView:
         """What tensors that carry no mark are of whole ones: this rank's of the batch, each an equal piece.
 
         Raises:
-            PlanError: a pattern of a plan for tensors of the batch fits none.
+            PlanError: a pattern of a plan fits none.
         """
         for plan in self.plans:
             if isinstance(plan, ParameterPlan):
-                plan.check_batch([found.source.text for found in tensors if found.kind == "batch"])
+                plan.check(tensors)
         return [self._part(found) for found in tensors]
 
     def _part(self, found: TensorInput) -> Part | None:
@@ -181,9 +189,9 @@ def argument_path(source: str) -> str:
     return ".".join(re.findall(r"[^\[\]'\".]+", source.removeprefix("L")))
 
 
-def paths_of(step: StepGraph, *kinds: InputKind) -> list[str]:
-    """The paths of all parameters, or buffers, that a step reads."""
-    return [parameter_path(item.source) for item in step.signature.inputs if item.kind in kinds]
+def names_of(path: str) -> tuple[str, str]:
+    """A parameter's path, and its module's."""
+    return path, path.rpartition(".")[0]
 
 
 def matches(path: str, pattern: str) -> bool:

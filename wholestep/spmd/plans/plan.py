@@ -22,8 +22,8 @@ from wholestep.spmd.plans.global_view import (
     check_patterns,
     check_placements,
     matches,
+    names_of,
     parameter_path,
-    paths_of,
     state_placements,
 )
 from wholestep.spmd.plans.sharding_constraints import (
@@ -148,8 +148,8 @@ class FullyShard(ParameterPlan):
 
     def place(self, source: str, value: torch.Tensor) -> Placement:
         """Where a parameter is."""
-        path = parameter_path(source)
-        chosen = any(matches(path, pattern) for pattern in self.patterns)
+        names = names_of(parameter_path(source))
+        chosen = any(matches(name, pattern) for pattern in self.patterns for name in names)
         return Shard(0) if chosen and value.dim() and value.numel() * value.itemsize >= self.min_bytes else R
 
     @property
@@ -159,13 +159,7 @@ class FullyShard(ParameterPlan):
 
 
 def fully_shard(step: StepGraph, *, group: AxisGroup, plan: FullyShard) -> StepGraph:
-    """The step of one rank of an axis, by a plan.
-
-    Raises:
-        PlanError: a pattern of the plan matches nothing.
-    """
-    if not step.signature.of_part:
-        check_patterns("FullyShard", plan.patterns, paths_of(step, "parameter"))
+    """The step of one rank of an axis, by a plan."""
     if group.size == 1:
         return step
     placements = state_placements(step, plan.placement_of, group)
@@ -238,8 +232,7 @@ class TensorParallel(ParameterPlan):
 
     def place(self, source: str, value: torch.Tensor) -> Placement:
         """Where a parameter is."""
-        path = parameter_path(source)
-        module = path.rpartition(".")[0]
+        path, module = names_of(parameter_path(source))
         for pattern, role in self.roles.items():
             if isinstance(role, (Shard, Replicate)):
                 if matches(path, pattern):
@@ -251,6 +244,11 @@ class TensorParallel(ParameterPlan):
         return R
 
     @property
+    def patterns(self) -> list[str]:
+        """See `ParameterPlan`."""
+        return list(self.roles)
+
+    @property
     def sequences(self) -> dict[str, Placement]:
         """Patterns of the modules whose results are split along the sequence, with that placement."""
         return {pattern: Shard(1) for pattern, role in self.roles.items() if "sequence" in _roles(role)}
@@ -260,10 +258,11 @@ def tensor_parallel(step: StepGraph, *, group: AxisGroup, plan: TensorParallel) 
     """The step of one rank of an axis, by a plan.
 
     Raises:
-        PlanError: a pattern of the plan matches nothing.
+        PlanError: a pattern of the plan for results matches nothing.
     """
     if not step.signature.of_part:
-        _check_patterns(step, plan)
+        modules = {info(node).module for node in step.graph.nodes if node.op == "call_function"}
+        check_patterns("TensorParallel, results", list(plan.results), sorted(modules - {""}), "module of the step")
     if group.size == 1:
         return step
     placements = state_placements(step, plan.placement_of, group)
@@ -271,13 +270,6 @@ def tensor_parallel(step: StepGraph, *, group: AxisGroup, plan: TensorParallel) 
     step = constrain_results(step, plan.results)
     step = constrain_results(step, plan.sequences, min_dims=3)  # batch, sequence, features
     return expand(constrain_gradients(step, placements=placements.inputs), group=group, placements=placements)
-
-
-def _check_patterns(step: StepGraph, plan: TensorParallel) -> None:
-    paths = paths_of(step, "parameter", "buffer")
-    modules = {info(node).module for node in step.graph.nodes if node.op == "call_function"}
-    check_patterns("TensorParallel", list(plan.roles), [*paths, *(path.rpartition(".")[0] for path in paths)])
-    check_patterns("TensorParallel, results", list(plan.results), sorted(modules - {""}), "module of the step")
 
 
 def _roles(role: Role | Sequence[Role] | Placement) -> Sequence[str]:
