@@ -151,7 +151,7 @@ CONTIGUOUS = {
     aten.native_layer_norm_backward.default, aten._softmax.default, aten._softmax_backward_data.default,
     aten._log_softmax.default, aten._log_softmax_backward_data.default, aten.nll_loss_forward.default,
     aten.nll_loss_backward.default, aten.sum.dim_IntList, aten.mean.dim, aten.stack.default, aten.cat.default,
-    aten.clone.default, aten.empty_like.default, aten._unsafe_view.default,
+    aten.clone.default, aten.empty_like.default, aten.new_empty.default, aten._unsafe_view.default,
 }  # fmt: skip
 
 
@@ -211,10 +211,10 @@ def _is_settled(func: OpOverload, operands: list[torch.Tensor]) -> bool:
     kernel must not be asked: it would read a workspace of zeros.
     """
     if func in PRODUCTS:
-        return len(operands) == 2 or _is_contiguous(operands[0])
+        return len(operands) == 2 or is_contiguous(operands[0])
     if func is aten.batch_norm_backward.default:  # an empty workspace is none; on fake tensors others' are empty, too
         operands = [t for t in operands if t.dtype is not torch.uint8 or t.numel()]
-    row_by_row = (torch.Tag.pointwise in func.tags or func in CONTIGUOUS) and all(map(_is_contiguous, operands))
+    row_by_row = (torch.Tag.pointwise in func.tags or func in CONTIGUOUS) and all(map(is_contiguous, operands))
     return row_by_row or not operands or is_opaque(operands)
 
 
@@ -223,7 +223,8 @@ def is_opaque(tensors: list[torch.Tensor]) -> bool:
     return len({t.dtype is torch.uint8 for t in tensors}) > 1
 
 
-def _is_contiguous(tensor: torch.Tensor) -> bool:
+def is_contiguous(tensor: torch.Tensor) -> bool:
+    """True for a tensor whose elements follow one another, with the strides that new ones have."""
     expected = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if stride != expected:

@@ -237,7 +237,7 @@ def refuse_addresses(mode: FakeTensorMode) -> None:
 
 
 _mkldnn_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
-_threads, _deterministic = torch.get_num_threads, torch.are_deterministic_algorithms_enabled
+_threads, _deterministic = torch.get_num_threads, torch._C._get_deterministic_algorithms
 
 
 def kernel_settings() -> tuple[Any, ...]:
@@ -872,7 +872,7 @@ def is_inside(mode: TorchDispatchMode) -> bool:
 def is_deferring() -> bool:
     """True inside of a mode that has operators run later, with real tensors."""
     return count_dispatch_modes() > 0 and any(
-        isinstance(active, UnwrappedDispatchMode) for active in _get_current_dispatch_mode_stack()
+        getattr(active, "deferring", False) for active in _get_current_dispatch_mode_stack()
     )
 
 
@@ -989,6 +989,8 @@ _Skipped = TypeVar("_Skipped")
 
 class UnwrappedDispatchMode(TorchDispatchMode):
     """A dispatch mode that torch calls as it is: its wrapper, which keeps Dynamo away, takes 2 microseconds a call."""
+
+    deferring = True  # operators run later
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -114,6 +114,28 @@ def test_calls_on_equal_symbols_are_evaluated_once(func: Any, monkeypatch: pytes
     assert len(runs) <= 2 or func is aten.resize_.default or not isinstance(expected, list)
 
 
+def test_pointwise_kernels_are_asked_for_some_elements_of_large_operands(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any) -> Any:
+        raise AssertionError("torch's rule is asked")
+
+    mode = strict_fake_mode()
+    with mode:
+        x, half, number = torch.empty(512, 768), torch.empty(512, 768, dtype=torch.bfloat16), torch.empty(())
+    monkeypatch.setattr(fake_evaluate, "_known", {})
+    monkeypatch.setattr(fake_evaluate, "run", refused)
+    calls: list[tuple[Any, tuple[torch.Tensor, ...], torch.dtype]] = [
+        (aten.mul.Tensor, (x, half), torch.float32), (aten.div.Tensor, (x, number), torch.float32),
+        (aten.gelu_backward.default, (x, x), torch.float32), (aten.mul.Tensor, (half, number), torch.bfloat16),
+        (aten.gt.Tensor, (x, half), torch.bool),
+    ]  # fmt: skip
+    for func, args, dtype in calls:
+        found = results(mode, func, args, {})
+        assert (found.shape, found.stride(), found.dtype) == ((512, 768), (768, 1), dtype)
+    assert results(mode, aten.addcmul_.default, (x, x, half), {}) is x
+    with pytest.raises(AssertionError, match="rule is asked"):
+        results(mode, aten.mul.Tensor, (x, x.t()), {})
+
+
 def test_kernels_that_would_read_beyond_their_operands_are_not_asked() -> None:
     mode = strict_fake_mode()
     with mode:

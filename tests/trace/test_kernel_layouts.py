@@ -524,6 +524,7 @@ def test_operators_that_keep_contiguous_what_is(shape: tuple[int, ...]) -> None:
         (aten.sum.dim_IntList, (x, [1], False)), (aten.mean.dim, (x, [0], True)),
         (aten.stack.default, ([x, x], 1)), (aten.cat.default, ([x, x], 1)),
         (aten.clone.default, (x,)), (aten.empty_like.default, (x,)), (aten._unsafe_view.default, (x, [x.numel()])),
+        (aten.new_empty.default, (x, [2, 3])),
     ]  # fmt: skip
     assert {op for op, _ in calls} == fake_layouts.CONTIGUOUS
     for op, args in calls:

@@ -216,7 +216,7 @@ class Mutations:
         returns = func._schema.returns
         pairs = zip(func._schema.arguments, tables.positional(func, args, kwargs), strict=True)
         by_alias = {tuple(a.alias_info.before_set): given for a, given in pairs if a.alias_info}
-        outs = out if isinstance(out, (tuple, list)) else (out,) * min(1, len(returns))
+        outs = out if issubclass(type(out), (tuple, list)) else (out,) if returns else ()
         results = zip(returns, outs, strict=False)
         given = [by_alias.get(tuple(r.alias_info.before_set), item) if r.alias_info else item for r, item in results]
         fresh = [g for g in given if isinstance(g, FakeTensor) and not hasattr(g, "wholestep_ref")]

@@ -70,7 +70,7 @@ class GraphBuilder:
 
         Autograd makes an operator's node before it calls the operator.
         """
-        seq = max(sequence_number() - 1, 0)
+        seq = (sequence_number() or 1) - 1
         self.provenance.module_of_seq.setdefault(seq, self.provenance.module())
         return seq
 

@@ -26,7 +26,7 @@ from wholestep.torch_compat import (
     COLLECTIVE_NAMESPACES,
     FakeTensor,
     HigherOrderOperator,
-    TorchDispatchMode,
+    UnwrappedDispatchMode,
     casts_where_called,
     fake_refusal,
     has_native_kernel,
@@ -36,7 +36,7 @@ from wholestep.trace.functionalize.storage_resize import StorageSizes
 from wholestep.trace.functionalize.view_operators import Views
 from wholestep.trace.numbers.decisions import OTHERWISE, follows_from_numbers, geometry
 from wholestep.trace.numbers.recorded_numbers import RecordedNumbers
-from wholestep.trace.numbers.symbolic_sizes import Sizes, is_host, is_size
+from wholestep.trace.numbers.symbolic_sizes import Sizes, is_host
 from wholestep.trace.operators import tables
 from wholestep.trace.record.caught_errors import index_ranges, is_caught, refuses
 from wholestep.trace.record.graph_builder import GraphBuilder
@@ -47,7 +47,7 @@ from wholestep.trace.record.zero_tensors import ZeroTensors
 aten = torch.ops.aten
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(UnwrappedDispatchMode):
     """Records one run of a step.
 
     Args:
@@ -69,6 +69,7 @@ class Recorder(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True  # to refuse them by line
+    deferring = False
 
     def __init__(
         self, world: Snapshot, provenance: Provenance, shared: frozenset[int] = frozenset(),
@@ -95,6 +96,8 @@ class Recorder(TorchDispatchMode):
     # -- dispatch --------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and type(args[0]) is FakeTensor:  # which autograd's engine asks for twice for each operator
+            return args[0].fake_device
         kwargs = kwargs or {}
         if isinstance(func, HigherOrderOperator):
             refuse_higher_order()
@@ -185,9 +188,9 @@ class Recorder(TorchDispatchMode):
 
     def _for_graph(self, leaf: Any) -> Any:
         """Host numbers and generators -> their nodes; everything else as it is."""
-        if isinstance(leaf, (torch.SymFloat, torch.SymInt)):
-            return leaf if is_size(leaf) else leaf.node.fx_node
-        return self.inputs.generator(leaf) if isinstance(leaf, torch.Generator) else leaf
+        if is_host(leaf):
+            return leaf.node.fx_node
+        return self.inputs.generator(leaf) if issubclass(type(leaf), torch.Generator) else leaf
 
     def _pure(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in tables.SHAPE_FROM_DATA:
@@ -236,9 +239,10 @@ class Recorder(TorchDispatchMode):
         """Gives every tensor among a call's results its own node."""
         if isinstance(out, torch.Tensor):
             self.builder.root(out, node)
-        for index, item in enumerate(out if isinstance(out, (tuple, list)) else ()):
-            if isinstance(item, (torch.Tensor, tuple, list)):
-                self._results(self.builder.emit(operator.getitem, (node, index)), item)
+        else:
+            for index, item in enumerate(out if isinstance(out, (tuple, list)) else ()):
+                if isinstance(item, (torch.Tensor, tuple, list)):
+                    self._results(self.builder.emit(operator.getitem, (node, index)), item)
         return out
 
 
@@ -269,6 +273,8 @@ def _translated(func: Any, error: Exception, kind: str) -> CaptureError:
 
 
 OPAQUE = object()  # what no fake tensor stands for
+
+DEVICE = torch.ops.prim.device.default
 
 # Ranges that torch.optim marks for a profiler, and questions about a tensor's device: no part of the step.
 UNRECORDED = ("profiler", "prim")
