@@ -110,6 +110,16 @@ def looked_at(model, opt, x, y):
     return loss.detach()
 
 
+def by_hand(model, opt, x, y):
+    opt.zero_grad()
+    loss = model(x, y)
+    loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= getattr(p, "rate", 0.1) * p.grad
+    return loss.detach()
+
+
 def fused(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
@@ -141,6 +151,17 @@ class Uneven(nn.Module):
         return nn.functional.cross_entropy(self.fc2(torch.tanh(self.fc1(x))) * self.scale, y)
 
 
+class Row(nn.Module):
+    """One rank has its only parameter, the others nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, 6))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x * self.scale).square().mean()
+
+
 CASES = {
     "mlp": Case(plain, MLP, adamw, rows),
     "mlp by columns": Case(plain, MLP, adamw, rows, Cut(dim=1, least=7)),
@@ -151,6 +172,7 @@ CASES = {
     "with history": Case(with_history, MLP, adamw, rows),
     "wide": Case(plain, Wide, adamw, rows),
     "sorted": Case(looked_at, MLP, fused, rows, fullgraph=False),
+    "one row": Case(by_hand, Row, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), rows),
     "spare": Case(plain, Spare, adamw, rows),
     "uneven": Case(plain, Uneven, lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1), rows),
     "accumulated": Case(accumulated, MLP, sgd, rows),

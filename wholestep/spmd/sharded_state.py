@@ -58,7 +58,8 @@ def shard_inputs(
     for part, held, _, tensor in kept:
         if part is None or isinstance(tensor, FakeTensor):
             continue
-        if held == part:
+        if held == part:  # all of it, where the other ranks have nothing
+            before += [True] * (part_of(tensor) != part)
             mark_part(tensor, part)
             continue
         before.append(tensor.is_contiguous())
