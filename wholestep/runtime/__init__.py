@@ -3,7 +3,7 @@
 Takes a `Traced` step, the binder that capture made for it and a callable on flat inputs. Gives an `Entry`:
 called, it runs, and leaves results, gradients, state and version counters as eager execution would. A
 `ProgramCache` holds the entries of one step and tells which serves a call.
-May import: aot_autograd, cached_property, capture, errors, functional, ir, lower, packed_graph, patches,
+May import: aot_autograd, cached_property, capture, errors, functional, ir, lower, nested, packed_graph, patches,
 tensor_parts, torch_compat, trace.
 """
 

@@ -11,20 +11,18 @@ from typing import Any, ClassVar
 
 import torch
 
+from wholestep.cached_property import cached_property
 from wholestep.ir import info
 from wholestep.lower.backends.interpreter import run_nodes
 from wholestep.runtime.asked_results import refuse_hooks
 from wholestep.runtime.backward_programs import Backward, Layout, Served
 from wholestep.runtime.program import Program
+from wholestep.runtime.second_derivatives import SecondDerivative, Sources
 from wholestep.runtime.unreached_leaves import quiet
 from wholestep.torch_compat import casts, dispatch_modes_active, is_batched, skipped_by_dynamo, transforms_active
 from wholestep.trace import Traced
-from wholestep.trace.outputs.output_records import NO_GRADIENT, SECOND_TIME, Derivative
+from wholestep.trace.outputs.output_records import Derivative
 
-NO_DOUBLE_BACKWARD = (
-    "torch.compile with aot_autograd does not currently support double backward: neither does wholestep outside of a "
-    "compiled function. Call torch.autograd.grad(…, create_graph=True) and the second backward inside of it."
-)
 
 @dataclass(slots=True)
 class Ran:
@@ -61,6 +59,11 @@ class Plan:
     apart: frozenset[int]
     reads_all: bool
     parts: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+
+    @cached_property
+    def sources(self) -> Sources:
+        """What gradients follow from."""
+        return Sources(self.backward.halves, self.derivative.inputs)
 
 
 def plan_of(traced: Traced, program: Program) -> Plan | None:
@@ -129,8 +132,8 @@ class CompiledFunction(torch.autograd.Function):
             read = list(map(_laid_out, read, served.layouts))
         there = [t for t in read if t is not None] if None in strides else read
         values = all_saved(ctx)
+        second = SecondDerivative(ctx, plan.sources, [*values, *read]) if torch.is_grad_enabled() else None
         values += there
-        behind = list(values) if torch.is_grad_enabled() else ()
         if alone or dispatch_modes_active() or casts():  # a trace sees each operator, and autocast each of a backward
             outputs: Sequence[Any] = run_nodes(served.graph, values)
         else:
@@ -140,8 +143,8 @@ class CompiledFunction(torch.autograd.Function):
         gradients = outputs
         if not served.plain:
             gradients = served.gradients(outputs, there, count + made + len(derivative.late))
-        if behind:
-            gradients = _refusing(gradients, behind)
+        if second is not None:
+            gradients = second.refuse(gradients)
         if ctx.late:
             with torch.no_grad():
                 for tensor, value in zip(ctx.late, gradients[count + made :], strict=True):
@@ -245,44 +248,3 @@ def _laid_out(tangent: torch.Tensor | None, layout: Layout | None) -> torch.Tens
     if tangent.stride() == stride:
         return tangent
     return torch.empty_strided(size, stride, dtype=dtype, device=device).copy_(tangent)
-
-
-def _refusing(gradients: Sequence[Any], behind: Sequence[Any]) -> list[Any]:
-    """Gradients that require grad, as those of `create_graph=True` do, and refuse to be differentiated."""
-    sources = [t for t in behind if isinstance(t, torch.Tensor) and t.requires_grad]
-    if not sources or not any(gradient is not None for gradient in gradients):
-        return list(gradients)
-    there = [place for place, gradient in enumerate(gradients) if gradient is not None]
-    detached = [gradients[i].detach() for i in there]
-    found = dict(zip(there, NotDifferentiable.of(detached, sources, NO_DOUBLE_BACKWARD), strict=True))
-    return [found.get(place) for place in range(len(gradients))]
-
-
-NOT_KEPT = (
-    f"{SECOND_TIME} through the graph a second time: this tensor is the result of a compiled step, whose graph is not "
-    "kept. Call backward() inside of the step."
-)
-NOT_OUTSIDE = (
-    "this is the result of a step that is compiled under a plan: its backward outside of the step would leave "
-    "gradients that no plan has reduced. Compile a function that calls the model and backward()."
-)
-
-
-class NotDifferentiable(torch.autograd.Function):
-    """Gives tensors the `requires_grad` that they have in eager; their backward raises, or reaches nobody's leaf."""
-
-    @staticmethod
-    def forward(ctx: Any, why: str, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.why = why
-        return tuple([tensor.detach() for tensor in tensors[:count]])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[None, ...]:
-        if ctx.why == NO_GRADIENT:
-            return (None,) * len(ctx.needs_input_grad)
-        raise RuntimeError(NOT_KEPT if ctx.why.startswith(SECOND_TIME) else ctx.why or NOT_OUTSIDE)
-
-    @classmethod
-    def of(cls, values: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], why: str) -> Sequence[torch.Tensor]:
-        """Tensors like some, which follow from sources as far as the engine knows."""
-        return cls.apply(why, len(values), *values, *sources)  # type: ignore[no-any-return, no-untyped-call]

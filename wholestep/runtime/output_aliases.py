@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from wholestep.runtime.autograd_function import NOT_KEPT, NotDifferentiable
 from wholestep.runtime.backward_programs import viewed
+from wholestep.runtime.second_derivatives import NOT_KEPT, NotDifferentiable
 from wholestep.torch_compat import refusing_backward, set_versions
 from wholestep.trace.outputs.output_records import NO_GRADIENT, SECOND_TIME, OutputAlias, View
 
