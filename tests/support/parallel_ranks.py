@@ -24,7 +24,9 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
     quantization_hooks,
 )
+from torch.distributed.algorithms.join import Join as StockJoin
 from torch.distributed.device_mesh import init_device_mesh as init_stock_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as StockDDP
 
@@ -391,15 +393,21 @@ UNEVEN: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[int]]] = {
 
 
 def trained_unevenly(
-    wrap: Callable[[nn.Module], Any], make: Callable[[], nn.Module], batches: list[int], **options: Any
+    wrap: Callable[[nn.Module], Any], make: Callable[[], nn.Module], batches: list[int], join: Any = None,
+    **options: Any,
 ) -> list[torch.Tensor]:
-    """Losses on the way, parameters and buffers at the end. Each third iteration accumulates."""
+    """Losses on the way, parameters and buffers at the end. Each third iteration accumulates.
+
+    Args:
+        join: the context manager for the wrapper beside torch's optimizer that takes part, too.
+    """
     rank = comm.get_rank()
     torch.manual_seed(rank)
     wrapped = wrap(make().double())
-    opt = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    kind = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.SGD) if join else torch.optim.SGD
+    opt: Any = kind(wrapped.parameters(), lr=0.1)
     seen = []
-    with wrapped.join(**options):
+    with join([wrapped, opt], **options) if join else wrapped.join(**options):
         for iteration in range(batches[rank]):
             batch = rows(rank, iteration).double()
             choice = (iteration + 2 * rank,) if isinstance(wrapped.module, Branches) else ()
@@ -429,6 +437,9 @@ def uneven_as_stock(store: str) -> dict[str, list[float]]:
                         )  # fmt: skip
                     pairs = zip(stock, ours, strict=True)
                     found.setdefault(name, []).append(max(float((a - b).abs().max()) for a, b in pairs))
+        ways = (StockDDP, StockJoin), (DistributedDataParallel, parallel.Join)
+        pairs = zip(*(trained_unevenly(wrap, Net, [2, 4, 3, 4], join) for wrap, join in ways), strict=True)
+        found["beside torch's optimizer"] = [max(float((a - b).abs().max()) for a, b in pairs)]
     return found
 
 

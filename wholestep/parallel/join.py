@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from wholestep import comm
+from wholestep.comm.api.rendezvous import joined_group
 
 WITHOUT_JOIN = (
     "DistributedDataParallel: ranks that have fewer batches leave the others alone: put the loop into "
@@ -63,7 +64,8 @@ class Join:
     """Context manager of a loop whose number of iterations differs between ranks.
 
     Args:
-        joinables: their hooks are called in this order; all have one process group.
+        joinables: their hooks are called in this order; all have one process group. One of torch's, as
+            `ZeroRedundancyOptimizer` is, may be among them.
         enable: False does nothing.
         throw_on_early_termination: all ranks raise when the first of them has no more batches.
         kwargs: for the joinables' ``join_hook``.
@@ -79,14 +81,16 @@ class Join:
         if not joinables:
             raise ValueError("The join context manager requires at least one joinable")
         self._joinables, self._enable, self._throws = joinables, enable, throw_on_early_termination
-        self._group, self._device = joinables[0].join_process_group, joinables[0].join_device
-        if any(one.join_process_group is not self._group for one in joinables):
+        # who tells the others of each iteration: torch's would do so by the collectives of its own group
+        self._first = next((one for one in joinables if isinstance(one, Joinable)), joinables[0])
+        self._group, self._device = self._first.join_process_group, self._first.join_device
+        if any(joined_group(one.join_process_group, self._device.type) is not self._group for one in joinables):
             raise ValueError("Using join context manager with multiple process groups")
         self._hooks = [one.join_hook(**kwargs) for one in joinables]
 
     def __enter__(self) -> None:
         for one in self._joinables:
-            one._join_config = _JoinConfig(self._enable, self._throws, one is self._joinables[0])
+            one._join_config = _JoinConfig(self._enable, self._throws, one is self._first)
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
