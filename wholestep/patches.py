@@ -271,13 +271,13 @@ class Patches:
         """Begins: threads for which ``here()`` is true see the replacements from now on."""
         with _lock:
             for owner, name, replacement in replacements:
-                key = id(owner), name
-                if key not in active:
-                    active[key] = _patch(owner, name)
-                    active[key].begin()
-                entry = here, replacement
-                self._open.append((active[key], entry))
-                active[key].acting.append(entry)
+                key, entry = (id(owner), name), (here, replacement)
+                patch = active.get(key)
+                if patch is None:
+                    patch = active[key] = _patch(owner, name)
+                    patch.begin()
+                self._open.append((patch, entry))
+                patch.acting.append(entry)
 
     def restore(self) -> None:
         """Ends them: attributes that nothing else patches are restored."""

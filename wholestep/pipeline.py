@@ -130,10 +130,12 @@ def build(
     while True:
         # capture and trace, with the state that optimizers make in their first step
         known.traced = False
-        initial = known.initial = InitialState(take(fn, args, kwargs, varying=varying))
+        seen = take(fn, args, kwargs, varying=varying)
+        initial = known.initial = InitialState(seen)
+        look = take if initial else _once(seen, take, varying)  # what it has made is in sight from now on
         if options.decides and executor.plain:  # which may be taken after an update
             initial.fill()
-        how = options.decides, executor.plain, take, executor.parts, executor.buffer_broadcast, known.outcomes
+        how = options.decides, executor.plain, look, executor.parts, executor.buffer_broadcast, known.outcomes
         world, traced = capture_for(fn, args, kwargs, varying, *how)
         known.traced, logged = True, world.reachable.outside
         original, parts, signature = world.substitutes.original, world.substitutes.parts, traced.step.signature
@@ -172,6 +174,16 @@ def build(
     forget(traced.effects, traced.result)
     logged.log()
     return Entry(traced, binder, program, releases=options.backend == "aten", terms=terms, donated=donated)
+
+
+def _once(seen: Snapshot, take: TakeSnapshot, varying: frozenset[str]) -> TakeSnapshot:
+    """Takes snapshots as ``take`` does, the first one of a call excepted, which is there."""
+    there = [seen]
+
+    def look(*call: Any, **how: Any) -> Snapshot:
+        return there.pop() if there and how == {"varying": varying} else take(*call, **how)
+
+    return look
 
 
 def _start(

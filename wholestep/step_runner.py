@@ -116,7 +116,7 @@ class StepRunner:
         except Exception as error:
             if self._may_run_python(error):
                 return error
-            take_back()
+            take_back(error)
             raise
 
     def _first_call(self, entry: Entry, args: Args, kwargs: Kwargs, ready: Ready) -> Any:

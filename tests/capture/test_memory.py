@@ -4,9 +4,11 @@ import gc
 import weakref
 from typing import Any
 
+import pytest
 import torch
 
 import wholestep as ws
+from wholestep.errors import CaptureError
 from wholestep.patches import Patch, Patches
 from wholestep.trace.outputs import leaks
 
@@ -45,6 +47,31 @@ def test_a_trace_that_fails_leaves_nothing_for_the_collector() -> None:
     finally:
         gc.callbacks.remove(note)
     assert whole == []
+
+
+def test_all_objects_are_searched_only_for_what_others_hold_than_a_refused_steps_variables(monkeypatch: Any) -> None:
+    searches: list[int] = []
+    referrers = leaks.referrers
+
+    def searched(values: Any, frozen: bool) -> Any:
+        searches.append(sum(isinstance(value, torch.Tensor) for value in values))
+        return referrers(values, frozen)
+
+    def step(x: torch.Tensor, kept: list[torch.Tensor]) -> Any:
+        y = torch.relu(x * 2)
+        names = {"y": (y, [y * y])}
+        kept.append(y.sum())
+        return float(kept[0]) + len(names)
+
+    monkeypatch.setattr(leaks, "referrers", searched)
+    x, kept = torch.ones(3, requires_grad=True), list[torch.Tensor]()
+    with pytest.raises(CaptureError, match="__float__"):
+        ws.compile(step, fullgraph=True)(x, kept)
+    assert not any(searches) and kept == []
+    monkeypatch.setattr(leaks, "_BETWEEN", ())
+    with pytest.raises(CaptureError, match="__float__"):
+        ws.compile(step, fullgraph=True)(x, kept)
+    assert any(searches) and kept == []
 
 
 def test_what_histories_keep_alive_is_searched_for_at_once(monkeypatch: Any) -> None:

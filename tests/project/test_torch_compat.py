@@ -98,6 +98,7 @@ from wholestep.torch_compat import (
     gloo_options,
     has_foreach_support,
     has_native_kernel,
+    held_by_cpp,
     inductor_kernels,
     innermost_saved_tensor_hooks,
     is_batched,
@@ -903,6 +904,14 @@ def test_dispatch_modes_are_seen_on_their_own_thread():
     with UnwrappedDispatchMode():
         assert is_deferring()
     assert not is_deferring()
+
+
+def test_what_c_plus_plus_holds_besides_python() -> None:
+    x = torch.ones(3, requires_grad=True) * 2
+    before = sys.getrefcount(x)
+    assert not held_by_cpp(x) and not held_by_cpp("x")
+    y = x * x
+    assert held_by_cpp(x) == (sys.getrefcount(x) > before) and not held_by_cpp(y)
 
 
 def test_the_engine_describes_a_backward_instead_of_running_it():

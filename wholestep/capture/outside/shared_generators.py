@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodDescriptorType
 from typing import Any
 
@@ -30,8 +30,8 @@ def _nothing(generator: Any, first: Any) -> None:
     """What is called before a method that nobody watches."""
 
 
-class Method:
-    """A method by which generators draw, are seeded or set.
+class Methods:
+    """Those by which generators draw, are seeded or set.
 
     Attributes:
         entered: what is called first, with the generator and an argument; what it raises comes in the place of a draw.
@@ -39,21 +39,28 @@ class Method:
 
     entered: Callable[[Any, Any], None]
 
-    def __init__(self, name: str, held: Any) -> None:
-        place = id(held) + _TO_DEFINITION[isinstance(held, MethodDescriptorType)]
-        self._definition = ctypes.c_void_p.from_address(place).value or 0
-        assert ctypes.c_char_p.from_address(self._definition).value == name.encode()
+    def __init__(self, methods: Iterable[tuple[str, Any]]) -> None:
+        self.definitions = [_definition(name, held) for name, held in methods]
         vars(self)["entered"] = _nothing
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name == "entered":
-            watch(self._definition, None if value is _nothing else value)
+        for definition in self.definitions if name == "entered" else ():
+            watch(definition, None if value is _nothing else value)
 
 
-METHODS = [Method(name, held) for owner in (OF_C, *RANDOM[1:]) for name, held in vars(owner).items()
-           if callable(held) and not name.startswith("_")]  # fmt: skip
-METHODS.append(Method("spawn", vars(numpy.random.SeedSequence)["spawn"]))  # which counts
+def _definition(name: str, held: Any) -> int:
+    place = id(held) + _TO_DEFINITION[isinstance(held, MethodDescriptorType)]
+    found = ctypes.c_void_p.from_address(place).value or 0
+    assert ctypes.c_char_p.from_address(found).value == name.encode()
+    return found
+
+
+METHODS = Methods([
+    *((name, held) for owner in (OF_C, *RANDOM[1:]) for name, held in vars(owner).items()
+      if callable(held) and not name.startswith("_")),
+    ("spawn", vars(numpy.random.SeedSequence)["spawn"]),  # which counts
+])  # fmt: skip
 ATTRIBUTES: list[tuple[type, str]] = [
     *((kind, "state") for kind in numpy.random.BitGenerator.__subclasses__() if "state" in vars(kind)),
     (random.Random, "gauss_next"),  # every other number of `gauss`, which does not ask C for it
@@ -91,7 +98,7 @@ class Draws:
 
     def replacements(self) -> Iterator[tuple[Any, str, Any]]:
         """What is called before a method; garbage collection tells which generators the step has made itself."""
-        yield from ((method, "entered", self._enter) for method in METHODS)
+        yield METHODS, "entered", self._enter
         yield from ((kind, name, _asked(kind, name, self._enter)) for kind, name in ATTRIBUTES)
 
     def _enter(self, generator: Any, first: Any) -> None:

@@ -23,7 +23,7 @@ from torch import fx
 
 from wholestep.capture.snapshot.garbage_collection import objects_are_frozen, referrers
 from wholestep.errors import PACKAGE, LeakError
-from wholestep.torch_compat import FakeTensor, no_modes
+from wholestep.torch_compat import FakeTensor, held_by_cpp, no_modes
 
 MAX_LEVELS = 12
 CACHE = type(functools.lru_cache(len))
@@ -103,19 +103,24 @@ failed = threading.local()
 """What the thread's last capture that failed has made."""
 
 
-def take_back() -> None:
-    """Takes what a failed capture has made out of dicts and lists of libraries, as stores of parameters by name."""
+def take_back(error: BaseException | None = None) -> None:
+    """Takes what a failed capture has made out of dicts and lists of libraries, as stores of parameters by name.
+
+    Args:
+        error: which ended it, and has its frames.
+    """
     watch = vars(failed).pop("watch", None)
     if watch is not None:
-        _take_out(watch.reachable())
+        _take_out(watch.reachable(), error)
 
 
-def _take_out(made: list[Any]) -> None:
+def _take_out(made: list[Any], error: BaseException | None = None) -> None:
     """Removes the entries of all dicts but modules', lists and deques: none is in a snapshot, which has put back what
     it knows."""
     if not made:
         return
-    found = referrers(made, objects_are_frozen())
+    found = _held_by_frames(made, error)
+    found = referrers(made, objects_are_frozen()) if found is None else found
     tables = [table for table in found if type(table) in (dict, list, deque) and table is not made]
     ids = {*map(id, made)}
     for table in tables:
@@ -126,6 +131,28 @@ def _take_out(made: list[Any]) -> None:
         elif _name(table) is None:
             for key in [key for key, value in table.items() if id(value) in ids]:
                 del table[key]
+
+
+# What leads from an error to what its frames' variables hold.
+_BETWEEN = (BaseException, types.TracebackType, types.FrameType, types.FunctionType, types.MethodType, types.CellType,
+            tuple, list, dict, torch.SymFloat, torch.SymInt)  # fmt: skip
+
+
+def _held_by_frames(made: list[Any], error: BaseException | None) -> list[Any] | None:
+    """What refers to objects, where all that does follows from an error; None where that is more, somewhere else."""
+    (known,) = [sys.getrefcount(one) for one in [object()]]
+    left = {id(one): sys.getrefcount(one) - known - held_by_cpp(one) for one in made}
+    found, todo, met = list[Any](), [error], {id(made)}
+    while todo:
+        holder = todo.pop()
+        for one in gc.get_referents(holder):
+            if id(one) in left:
+                left[id(one)] -= 1
+                found.append(holder)
+            elif id(one) not in met and issubclass(type(one), _BETWEEN):
+                met.add(id(one))
+                todo += [] if type(one) is dict and "__builtins__" in one else [one]
+    return None if any(count > 0 for count in left.values()) else found
 
 
 def _contents(values: Iterable[Any], levels: int) -> Iterator[Any]:
