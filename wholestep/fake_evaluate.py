@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from wholestep.fake_layouts import is_contiguous, is_opaque, is_plain, key_of, layouts, new_fake, run_kernel
+from wholestep.fake_layouts import CONTIGUOUS, is_contiguous, is_opaque, is_plain, key_of, layouts, new_fake, run_kernel
 from wholestep.functional import OFFSETS, Functionalized, operator_of
 from wholestep.ir import info
 from wholestep.nested import leaves, map_leaves, tensors_of
@@ -40,12 +40,6 @@ aten = torch.ops.aten
 _VALUES = "wholestep_values"  # an attribute of a mode: its values live as long as it does
 _MOST = 1 << 14  # calls whose results are known
 _SMALL = 1 << 16  # bytes of operands on which kernels take microseconds, however much they broadcast
-# Of which torch's rule, where it is written in Python, takes 3 to 25 ms, and the kernel a millisecond for a megabyte.
-_LINEAR = {
-    aten.native_layer_norm.default, aten.native_layer_norm_backward.default,
-    aten._log_softmax.default, aten._log_softmax_backward_data.default, aten.nll_loss_forward.default,
-    aten.nll_loss_backward.default,
-}  # fmt: skip
 _BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output, torch.Tag.inplace_view}
 
 
@@ -166,7 +160,8 @@ def _is_small(func: Any, args: Any, kwargs: Any, operands: list[torch.Tensor]) -
         return False  # results may be large
     if any(tensor.device.type != "cpu" for tensor in operands):  # a GPU's take longer, and may fail after the call
         return False
-    most = _SMALL << 6 if func in _LINEAR else _SMALL
+    # torch's rules for losses and norms, written in Python, take 3 to 25 ms; kernels a millisecond for a megabyte
+    most = _SMALL << 6 if func in CONTIGUOUS else _SMALL
     return sum((tensor.numel() + tensor.storage_offset()) * tensor.itemsize for tensor in operands) <= most
 
 
@@ -229,6 +224,7 @@ class _InOperand:
     like: FakeTensor | None
 
 
+@cache
 def _depends_on_layouts(func: Any) -> bool:
     """Whether calls of an operator on tensors of equal layouts give tensors of equal layouts, and change none."""
     op = func.op if isinstance(func, Functionalized) else func

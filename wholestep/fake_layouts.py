@@ -54,6 +54,8 @@ class KernelMode(FakeTensorMode):
                 with self:
                     return RULES[func](*args, **kwargs)
             return super().__torch_dispatch__(func, types, args, kwargs)
+        if func is aten.view.default and type(args[0]) is FakeTensor and is_plain(args[0]):
+            return viewed(*args)
         try:
             found = super().__torch_dispatch__(func, types, args, kwargs)
         except (ValueError, TypeError, RuntimeError) as error:
@@ -63,8 +65,6 @@ class KernelMode(FakeTensorMode):
                 raise
             fakes = tuple([new_fake(self, *place) for place in kept if place])
             return fakes if len(func._schema.returns) > 1 else fakes[0]
-        if func is aten.view.default and isinstance(found, FakeTensor) and 1 in found.shape:
-            return found if found.is_conj() or found.is_neg() else viewed(args[0], found.shape)
         if not differ(func, args, kwargs, found):
             return found
         places = iter(layouts(func, args, kwargs) or ())

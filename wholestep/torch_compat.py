@@ -228,16 +228,8 @@ def is_linearized() -> bool:
 
 def held_by_cpp(tensor: Any) -> bool:
     """Whether C++ holds a tensor besides Python, and so one reference to its object. Seen from torch 2.12 on."""
-    return isinstance(tensor, torch.Tensor) and _refers() and tensor._use_count() > 1  # type: ignore[attr-defined]
-
-
-@cache
-@torch.enable_grad()
-def _refers() -> bool:
-    tensor = torch.zeros(1, requires_grad=True) * 1
-    before = sys.getrefcount(tensor)
-    squared = tensor * tensor
-    return squared.requires_grad and sys.getrefcount(tensor) > before
+    known = isinstance(tensor, torch.Tensor) and not torch.__version__.startswith("2.11")
+    return known and tensor._use_count() > 1  # type: ignore[attr-defined]
 
 
 def needs_memory(error: BaseException | None) -> bool:

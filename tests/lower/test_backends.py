@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 
+import wholestep as ws
 from tests.support.lower_programs import clone_inputs, program
 from wholestep.autograd import aot_function
 from wholestep.errors import LoweringError
@@ -39,6 +41,24 @@ def test_a_function_of_the_user_is_a_backend() -> None:
         assert torch.equal(a, b)
     assert seen == [len(real)]
     assert all(torch.equal(a, b) for a, b in zip(ours[:-1], theirs[:-1], strict=True))
+
+
+def test_each_input_of_a_backend_has_an_example_of_its_own() -> None:
+    """Inductor takes one that is given twice for one input: the gradients of equal layers were those of one of them."""
+    examples: list[list[Any]] = []
+
+    def backend(gm: torch.fx.GraphModule, given: list[Any]) -> Any:
+        examples.append(given)
+        return gm
+
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (torch.nn.Linear(4, 4), torch.nn.ReLU(inplace=True))]
+    model = torch.nn.Sequential(*layers)
+    plain, x = copy.deepcopy(model), torch.rand(2, 4)
+    plain(x).sum().backward()
+    ws.compile(model, backend=backend, fullgraph=True)(x).sum().backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    assert len(examples) == 2 and all(len({id(one) for one in given}) == len(given) for given in examples)
 
 
 def test_a_backend_that_returns_too_little_is_named() -> None:

@@ -37,23 +37,20 @@ class Methods:
         entered: what is called first, with the generator and an argument; what it raises comes in the place of a draw.
     """
 
+    definitions: list[int]
     entered: Callable[[Any, Any], None]
 
     def __init__(self, methods: Iterable[tuple[str, Any]]) -> None:
-        self.definitions = [_definition(name, held) for name, held in methods]
-        vars(self)["entered"] = _nothing
+        vars(self).update(definitions=[], entered=_nothing)
+        for name, held in methods:
+            place = id(held) + _TO_DEFINITION[isinstance(held, MethodDescriptorType)]
+            self.definitions.append(ctypes.c_void_p.from_address(place).value or 0)
+            assert ctypes.c_char_p.from_address(self.definitions[-1]).value == name.encode()
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         for definition in self.definitions if name == "entered" else ():
             watch(definition, None if value is _nothing else value)
-
-
-def _definition(name: str, held: Any) -> int:
-    place = id(held) + _TO_DEFINITION[isinstance(held, MethodDescriptorType)]
-    found = ctypes.c_void_p.from_address(place).value or 0
-    assert ctypes.c_char_p.from_address(found).value == name.encode()
-    return found
 
 
 METHODS = Methods([

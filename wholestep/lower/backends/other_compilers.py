@@ -26,6 +26,7 @@ from wholestep.torch_compat import (
     FakeTensorMode,
     OpOverload,
     compile_with_inductor,
+    fake_of,
     lazy_graph_module,
     without_autocast,
 )
@@ -150,7 +151,7 @@ def lower_callable(backend: UserBackend, step: StepGraph) -> Callable[..., list[
     """
     gm = _with_own_offsets(step).gm
     # an ordinary module: TorchScript reads the methods of one that writes its Python later
-    compiled = backend(fx.GraphModule(gm, gm.graph), [info(node).value for node in step.placeholders])
+    compiled = backend(fx.GraphModule(gm, gm.graph), _examples(step))
     if not callable(compiled):
         raise LoweringError(f"backend {backend!r} returned {type(compiled).__name__}, required a callable")
     boxed = getattr(compiled, "_boxed_call", False)  # torch's mark of a callable that takes one list
@@ -200,8 +201,14 @@ def lower_inductor(step: StepGraph) -> Run:
     return Parts(step, numbers, lambda part: next(ways)(part))
 
 
+def _examples(step: StepGraph) -> list[Any]:
+    """A value of its own for each placeholder: records share some, which compilers would take for one input."""
+    values = [info(node).value for node in step.placeholders]
+    return [fake_of(v.fake_mode, v) if isinstance(v, FakeTensor) else v for v in values]
+
+
 def _compiled(part: StepGraph) -> Run:
-    fakes = [info(node).value for node in part.placeholders]
+    fakes = _examples(part)
     mode = next((v.fake_mode for v in fakes if isinstance(v, FakeTensor)), None) or FakeTensorMode()
     try:
         compiled = compile_with_inductor(part.gm, fakes, mode)

@@ -52,7 +52,7 @@ class Views:
     def record(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator whose results are views of its first argument."""
         base = self.inputs.ref(args[0])
-        if func is aten.view.default and (base.geometry.repeats or self.builder.sizes is None):
+        if func is aten.view.default and self.builder.sizes is not None and base.geometry.repeats:
             check_view(base.geometry, args[1])
         if func is aten.as_strided.default and self.builder.sizes is None:
             check_strided(self.inputs.fake(args[0]), self._memory_behind(args[0], base), *args[1:], **kwargs)

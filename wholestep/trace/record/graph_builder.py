@@ -91,9 +91,8 @@ class GraphBuilder:
         with no_modes():  # a source may print a tensor
             source = str(source)
         name = re.sub(r"\W+", "_", re.sub(r"^[LGC]\['(\w+)'\]", r"\1", source)).strip("_") or "value"
-        first = next(iter(self.graph.nodes), None)
-        last = self._last_placeholder
-        with self.graph.inserting_after(last) if last else self.graph.inserting_before(first):
+        last, at = self._last_placeholder, self.graph
+        with at.inserting_after(last) if last else at.inserting_before(next(iter(at.nodes), None)):
             node = self._last_placeholder = self.graph.placeholder(f"v_{name}" if name[0].isdigit() else name)
         node.target = node.name  # which is one of its own
         self.inputs.append(Input(str(node.target), source, kind, **wrapped))

@@ -239,10 +239,9 @@ class Recorder(UnwrappedDispatchMode):
         """Gives every tensor among a call's results its own node."""
         if isinstance(out, torch.Tensor):
             self.builder.root(out, node)
-        else:
-            for index, item in enumerate(out if isinstance(out, (tuple, list)) else ()):
-                if isinstance(item, (torch.Tensor, tuple, list)):
-                    self._results(self.builder.emit(operator.getitem, (node, index)), item)
+        for index, item in enumerate(out if issubclass(type(out), (tuple, list)) else ()):
+            if isinstance(item, (torch.Tensor, tuple, list)):
+                self._results(self.builder.emit(operator.getitem, (node, index)), item)
         return out
 
 

@@ -64,7 +64,7 @@ class RunningCode:
 
     def __init__(self, world: Snapshot, outermost: CodeType) -> None:
         self._world, self._outermost = world, outermost
-        self._known: dict[int, tuple[str, CodeType]] = {}  # whose it is, by the id of code, which it keeps
+        self._known: dict[int, CodeType] = {}  # by id, which it keeps
         self._met: frozenset[int] | None = None
         self.request: UnmetCode | None = None
 
@@ -75,22 +75,18 @@ class RunningCode:
             UnmetCode: for the innermost of the user's that the walk has not met.
         """
         running: FrameType | None = frame
-        user = library = ""
         while running is not None and (code := running.f_code) is not self._outermost:
-            place, _ = self._known.get(id(code)) or self._add(code, running)
-            if place == "user":
-                user = user or f"{code.co_filename}:{running.f_lineno}"
-            elif place == "installed" and not user and not library:
-                library = f"{code.co_filename}:{running.f_lineno}"
+            if id(code) not in self._known:
+                self._add(code, running)
             running = running.f_back
-        return _joined(user, library) if user else user_line(frame)
+        return user_line(frame)
 
     def done(self) -> None:
         """Raises what it has raised before, where the step has caught that."""
         if self.request is not None:
             raise self.request from None
 
-    def _add(self, code: CodeType, frame: FrameType) -> tuple[str, CodeType]:
+    def _add(self, code: CodeType, frame: FrameType) -> None:
         called, place = self._world.called, origin(code.co_filename) if code.co_filename != "<string>" else "standard"
         if place == "user":
             if self._met is None:
@@ -102,5 +98,4 @@ class RunningCode:
             called.user[id(code)] = code
         elif place == "installed":
             called.note(code, frame.f_globals)
-        self._known[id(code)] = place, code
-        return place, code
+        self._known[id(code)] = code
