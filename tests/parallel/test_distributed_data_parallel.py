@@ -16,7 +16,7 @@ def test_all_cases_are_torchs_bit_for_bit(tmp_path):
 
 
 def test_wrappers_join_the_process_group_of_torch(tmp_path):
-    assert run_ranks(programs.in_the_world_of_torch, 2, args=(str(tmp_path / "store"),)) == [[True] * 9] * 2
+    assert run_ranks(programs.in_the_world_of_torch, 2, args=(str(tmp_path / "store"),)) == [[True] * 10] * 2
 
 
 @pytest.mark.parametrize(("transport", "size"), [("shm", 3), ("thread", 2), ("gloo", 2)])

@@ -129,8 +129,11 @@ def in_the_world_of_torch(store: str) -> list[bool]:
     dist.init_process_group("shm", store=dist.FileStore(f"{store}.shm", 2), rank=int(x[0, 0]) - 1, world_size=2)
     whole = DistributedDataParallel(copy.deepcopy(model), process_group=dist.new_group())
     whole(x).square().mean().backward()
+    own = DistributedDataParallel(copy.deepcopy(model))  # on our group; torch's optimizer is on its own, of these ranks
+    with parallel.Join([own, ZeroRedundancyOptimizer(own.parameters(), torch.optim.SGD, lr=0.1)]):
+        own(x).square().mean().backward()
     dist.destroy_process_group()
-    return [*found, torch.equal(whole.module.weight.grad, stock.weight.grad)]
+    return [*found, *(torch.equal(one.module.weight.grad, stock.weight.grad) for one in (whole, own))]
 
 
 def trained(wrap: Callable[[nn.Module], Any], make: Callable[[], nn.Module], iterations: int = 4) -> list[torch.Tensor]:

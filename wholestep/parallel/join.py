@@ -84,9 +84,15 @@ class Join:
         # who tells the others of each iteration: torch's would do so by the collectives of its own group
         self._first = next((one for one in joinables if isinstance(one, Joinable)), joinables[0])
         self._group, self._device = self._first.join_process_group, self._first.join_device
-        if any(joined_group(one.join_process_group, self._device.type) is not self._group for one in joinables):
+        if not all(map(self._in_group, joinables)):
             raise ValueError("Using join context manager with multiple process groups")
         self._hooks = [one.join_hook(**kwargs) for one in joinables]
+
+    def _in_group(self, one: Any) -> bool:
+        """Whether the ranks of a joinable are those that are counted."""
+        group = joined_group(one.join_process_group, self._device.type)
+        ranks = [comm.get_process_group_ranks(each) for each in (group, self._group)]
+        return group is self._group or (not isinstance(one, Joinable) and ranks[0] == ranks[1])
 
     def __enter__(self) -> None:
         for one in self._joinables:
