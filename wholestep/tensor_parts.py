@@ -9,7 +9,7 @@ May import: errors, torch_compat.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -125,34 +125,48 @@ def mark_part(tensor: torch.Tensor, part: Part | None) -> torch.Tensor:
     return tensor
 
 
-def mark_states(optimizer: torch.optim.Optimizer) -> None:
-    """Says of the state that an optimizer has made beside a part that it is the same part: what has its shape."""
+def _unmarked_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.Tensor, Part]]:
+    """The tensors in the state of parts, with the part, that do not say which part they are."""
     for parameter, state in vars(optimizer).get("state", {}).items():  # none: a wrapper
         part = part_of(parameter) if isinstance(parameter, torch.Tensor) else None
-        for value in state.values() if part is not None else ():
-            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and part_of(value) is None:
-                mark_part(value, part)
+        if part is None:
+            continue
+        for value in state.values():
+            if isinstance(value, torch.Tensor) and value.dim() and part_of(value) is None:
+                yield value, part
+
+
+def mark_states(optimizer: torch.optim.Optimizer) -> None:
+    """Says of the state that an optimizer has made beside a part that it is the same part: what has its shape."""
+    for value, part in list(_unmarked_states(optimizer)):
+        if value.shape == part.size:
+            mark_part(value, part)
 
 
 def say_parts(owners: Iterable[Any]) -> bool:
     """Has the state dicts of the modules that have parts, and of optimizers, say so, for what saves and loads them.
 
-    Modules load whole tensors, too.
+    Modules load whole tensors, too. State of parts that no plan has cut is marked as whole: a row or column of
+    Adafactor's may have the shape of some rank's part.
 
     Returns:
         Whether one did not say so before.
     """
     new: dict[Any, Any] = {}
+    marked = False
     for one in owners:
         if isinstance(one, torch.nn.Module) and any(part_of(p) for p in one._parameters.values() if p is not None):
             new |= {one: _give_parts} if _give_parts not in one._state_dict_hooks.values() else {}
         elif isinstance(one, torch.optim.Optimizer) and STATE_HOOKS in vars(one):  # its states may become parts later
             new |= {one: _give_states} if _give_states not in vars(one)[STATE_HOOKS].values() else {}
+            for value, _ in list(_unmarked_states(one)):
+                mark_part(value, Part.whole(value.shape))
+                marked = True
     for one, hook in new.items():
         one.register_state_dict_post_hook(hook)
         if hook is _give_parts:
             one.register_load_state_dict_pre_hook(_take_parts)
-    return bool(new)
+    return bool(new) or marked
 
 
 def _give_states(optimizer: torch.optim.Optimizer, _: Any) -> None:

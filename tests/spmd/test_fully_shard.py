@@ -18,6 +18,7 @@ PLANS = {
     "looks": FullyShard("dp", parameters="fc1", min_bytes=1),
     "accumulated": FullyShard("dp", min_bytes=1),
     "kept": FullyShard("dp", min_bytes=1),
+    "columns": FullyShard("dp", min_bytes=9 * 8),
     "one row": FullyShard("dp", min_bytes=1, batch=Replicate()),
     "gpt with dropout": FullyShard("dp", min_bytes=1),
 }
@@ -35,7 +36,7 @@ def test_fully_sharded_ranks_are_one_device(transport):
         for name, found in cases.items():
             assert not found["wrong"], (transport, rank, name)
             mine, whole = found["bytes"]
-            assert name in ("looks", "one row") or mine < 0.6 * whole, (rank, name)
+            assert name in ("looks", "one row", "columns") or mine < 0.6 * whole, (rank, name)
 
 
 SPLIT = {

@@ -124,6 +124,17 @@ def fused(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 
 
+class Columns(nn.Module):
+    """A layer of which the last rank has one row, of the shape of its state for columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.fc(x), y % 3)
+
+
 class Spare(MLP):
     """With a layer that no step uses."""
 
@@ -173,6 +184,7 @@ CASES = {
     "wide": Case(plain, Wide, adamw, rows),
     "sorted": Case(looked_at, MLP, fused, rows, fullgraph=False),
     "one row": Case(by_hand, Row, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), rows),
+    "columns": Case(plain, Columns, lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1), rows),
     "spare": Case(plain, Spare, adamw, rows),
     "uneven": Case(plain, Uneven, lambda model: torch.optim.Adafactor(model.parameters(), lr=0.1), rows),
     "accumulated": Case(accumulated, MLP, sgd, rows),

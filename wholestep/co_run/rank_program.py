@@ -129,7 +129,7 @@ class RankProgram(CapturedSegment):
         super().__init__(segment, tensors, numbers, varying, Replay(segment, names))
         self._shards, self._executor = shards, options.executor
         step = self.traced.step
-        inputs = [self._input(node, item.name, index, places, names) for node, item, index in
+        inputs = [self._input(node, item, index, places, names) for node, item, index in
                   zip(step.placeholders, step.signature.inputs, self.indices, strict=False)]  # fmt: skip
         step.signature.inputs = inputs
         first, spread = len(segment.externals), options.executor.view is not None
@@ -159,7 +159,8 @@ class RankProgram(CapturedSegment):
         self._agree(inputs, [tensors[i] if i >= 0 else numbers[~i] for i in self.indices], places, names)
         del self.traced, _replaying.record  # their aliases would count as somebody who sees the whole of a part
 
-    def _input(self, node: fx.Node, name: str, index: int, places: Sequence[Any], names: Names) -> Input:
+    def _input(self, node: fx.Node, item: Input, index: int, places: Sequence[Any], names: Names) -> Input:
+        name, memory = item.name, "memory of " * item.source.startswith("memory of ")
         lines = [info(user).where for user in node.users if user.op != "output"]
         where = next((f", for the call at {line}" for line in lines if line), "")
         if index < 0:
@@ -167,7 +168,7 @@ class RankProgram(CapturedSegment):
         held = self._shards.held.get(places[index][0])
         named = names.get(places[index])
         if named is not None and (held is None or held.placements is None):
-            return Input(name, named.source, named.kind)
+            return Input(name, memory + named.source, named.kind)
         return Input(name, f"value {index} of the step{where}", "tensor", held.placements if held is not None else None)
 
     def _agree(self, inputs: Sequence[Input], values: Sequence[Any], places: Sequence[Any], names: Names) -> None:

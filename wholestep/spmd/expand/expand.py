@@ -19,7 +19,7 @@ from wholestep.spmd.expand.choose_strategy import ShardedValue
 from wholestep.spmd.expand.graph_edits import in_memory, kept, locate_gradients, part_of_whole, sharding_constraint
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Shard, is_unequal
-from wholestep.spmd.plans.global_view import StatePlacements
+from wholestep.spmd.plans.global_view import StatePlacements, owner_of
 from wholestep.torch_compat import lazy_graph_module
 
 
@@ -85,6 +85,8 @@ class _StepExpansion(CallExpansion):
         self.keep(node, local, [placement])
 
     def _outputs(self) -> Iterator[Any]:
+        pairs = zip(self.step.signature.inputs, self.placements.inputs, strict=True)
+        split = {item.source for item, placement in pairs if placement != R}
         for index, value in enumerate(self.step.outputs):
             sharded = self.sharded[value] if isinstance(value, fx.Node) else value
             if not isinstance(sharded, ShardedValue):
@@ -97,7 +99,8 @@ class _StepExpansion(CallExpansion):
                 self.left[index] = replace(item, placements=(*(item.placements or ()), wanted))
             record = replace(info(_unconstrained(value)), phase="optimizer")  # a constraint's own
             local = self.at(sharded, wanted, record)
-            yield kept(local, record, wanted, self.group) if index in self.step.signature.state_outputs else local
+            left = self.step.signature.state_outputs.get(index)
+            yield local if left is None else kept(local, record, wanted, self.group, owner_of(left) in split)
 
     def _as_it_is(self, sharded: ShardedValue) -> Placement:
         """The placement in which a value can be left; whole on every rank where that is none."""

@@ -17,7 +17,7 @@ from torch import fx
 from wholestep.fake_evaluate import evaluate
 from wholestep.ir import GETITEM, Gradient, NodeInfo, Phase, StepGraph, add_call, copy_graph, info, set_info
 from wholestep.spmd.mesh import AxisGroup
-from wholestep.spmd.placements import Partial, Placement, Shard, cut
+from wholestep.spmd.placements import Partial, Placement, Replicate, Shard, cut
 from wholestep.tensor_parts import Part
 from wholestep.torch_compat import OpOverload, below_autograd, lazy_graph_module
 
@@ -147,13 +147,16 @@ def _cut(value: torch.Tensor, part: Part) -> torch.Tensor:
         return torch.empty_strided(part.size, strides, dtype=value.dtype, device=value.device)
 
 
-def kept(node: fx.Node, whole: NodeInfo, placement: Placement, group: AxisGroup) -> fx.Node:
+def kept(node: fx.Node, whole: NodeInfo, placement: Placement, group: AxisGroup, beside_part: bool) -> fx.Node:
     """What a step makes and leaves behind for later ones: this rank's part, in memory of its own, with its mark.
 
     Args:
         node: gives what this rank holds, the graph's insertion point being after it.
         whole: the record of the whole value.
+        beside_part: whether it is state of a parameter that is split, and says also that it is whole.
     """
+    if beside_part and placement == Replicate() and whole.value.dim():
+        whole = replace(whole, placement=whole.placement or Part.whole(whole.value.shape))
     if not isinstance(placement, Shard) and not isinstance(whole.placement, Part):
         return node
     if node.op == "placeholder" or is_view(node):
