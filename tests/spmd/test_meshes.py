@@ -14,7 +14,8 @@ import tests.support.spmd_meshes as programs
 import wholestep as ws
 from wholestep import comm
 from wholestep.capture_call import capture
-from wholestep.spmd import PlanExecutor
+from wholestep.ir import check
+from wholestep.spmd import PlanExecutor, Shard
 from wholestep.testing import run_ranks
 
 LONG = bool(os.environ.get("WHOLESTEP_TEST_LONG"))
@@ -92,6 +93,25 @@ def with_nothing():
     return plans, (model, torch.optim.AdamW(model.parameters()), torch.randint(5, (4, 4)))
 
 
+class Scattered(nn.Module):
+    """Its gradient along the second axis wants what is on its way along the first in another placement."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        picked = nn.functional.rms_norm(self.weight, [4]).t().take(torch.tensor([0, 1]))
+        table = torch.where(self.weight > 0, self.weight, self.weight)
+        return picked.sum() * 0.01 + nn.functional.embedding(ids, table).sum() * 0.01
+
+
+def scattered():
+    plans = [ws.TensorParallel("a", {"weight": Shard(1)}), ws.FullyShard("b", min_bytes=1, gather="always")]
+    model = Scattered()
+    return plans, (model, torch.optim.SGD(model.parameters()), torch.randint(4, (4,)))
+
+
 def single_rows():
     """Of two rows three ranks have one, one and none: a bias's gradient has dimensions of size 1 alone, or is empty."""
     plans = [ws.TensorParallel("a", {"0": "column"}), ws.FullyShard("b", min_bytes=1)]
@@ -107,7 +127,7 @@ def order_of_collectives(make, rank, shape):
         plans, arguments = make()
         executor = PlanExecutor(mesh, plans)
         step = capture(train, arguments, {}, differentiable=False, parts=executor.parts)[1].step
-        made = functools.reduce(lambda step, one: one(step), executor.passes_of(step), step)
+        made = functools.reduce(lambda step, one: check(one(step), "a pass"), executor.passes_of(step), step)
         calls = [node for node in made.graph.nodes if str(node.target).startswith("wholestep.")]
         started = [node for node in calls if "wait" not in str(node.target)]
         return [(str(node.target), executor.axes[node.args[-1]]) for node in started]
@@ -117,7 +137,8 @@ def order_of_collectives(make, rank, shape):
 
 @pytest.mark.parametrize(
     ("make", "shape"),
-    [(wide, (2, 2)), (turned, (2, 2)), (at_the_edge, (2, 2)), (with_nothing, (4, 2)), (single_rows, (3, 3))],
+    [(wide, (2, 2)), (turned, (2, 2)), (at_the_edge, (2, 2)), (with_nothing, (4, 2)), (single_rows, (3, 3)),
+     (scattered, (2, 2))],
 )
 def test_ranks_of_axes_that_do_not_divide_call_all_collectives_in_one_order(make, shape):
     first, *others = (order_of_collectives(make, rank, shape) for rank in range(0, math.prod(shape), shape[1]))

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from wholestep.comm.ops.functional_collectives import piece
+from wholestep.functional import is_wait
 from wholestep.ir import GETITEM, NodeInfo, info, is_dense
 from wholestep.nested import map_leaves
 from wholestep.spmd.expand.calls import Call, R, decomposition
@@ -138,6 +139,8 @@ class CallExpansion:
         if not call.operands or not call.results:
             return replicated(call)
         sharded = [self.sharded[operand] for operand in call.operands]
+        if is_wait(call.target):  # what is on its way is not there to be placed otherwise
+            return Strategy((sharded[0].first,), (sharded[0].first,))
         if self.local and all(one.versions.keys() == {R} for one in sharded):
             return replicated(call)
         preferred = None
