@@ -15,6 +15,7 @@ from wholestep.spmd.expand.graph_edits import Writer, copy_step, kept, part_of_w
 from wholestep.spmd.expand.redistribute import redistribute
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Replicate, Shard, normal
+from wholestep.spmd.plans.global_view import owner_of
 
 aten = torch.ops.aten
 
@@ -40,12 +41,14 @@ def naive_expand(
             places[index] = placement(item, info(node).value)
             if isinstance(places[index], Shard):
                 _gather(node, item.source, places[index], group)
+    sources = [item.source for item in step.signature.inputs]
+    split = {source for source, place in zip(sources, places, strict=True) if isinstance(place, Shard)}
     outputs, (out,) = list(step.outputs), (node for node in step.graph.nodes if node.op == "output")
     with step.graph.inserting_before(out):
         for index, home in step.signature.state_outputs.items():
             whole = info(outputs[index])
             wanted = placement(home, whole.value)
-            outputs[index] = kept(_cut(outputs[index], wanted, group), whole, wanted, group)
+            outputs[index] = kept(_cut(outputs[index], wanted, group), whole, wanted, group, owner_of(home) in split)
         for index, into in step.signature.mutations.items():
             outputs[index] = _cut(outputs[index], places[into], group)
     out.args = (tuple(outputs),)
