@@ -34,7 +34,6 @@ from wholestep.functional import (
     argument_names,
     bound_arguments,
     get_rng_state,
-    is_collective,
     is_wait,
     manual_seed,
     operator_of,
@@ -279,7 +278,6 @@ def check(step: StepGraph, stage: str) -> StepGraph:
     2. Placeholders and `signature.inputs` agree in number and name; so do outputs and `n_outputs`.
     3. Each call is pure: no overload whose schema writes to an argument.
     4. `mutations` lead from outputs to inputs of equal shape and dtype.
-    5. A wait takes what a collective gives, as it gives it.
 
     Raises:
         GraphError: naming the stage, the node and the ten lines around it.
@@ -293,8 +291,6 @@ def check(step: StepGraph, stage: str) -> StepGraph:
         why = f"{node.op} is not part of the IR" if node.op in ("call_module", "call_method") else ""
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
             why = f"{node.target} writes to an argument"
-        if is_wait(node.target) and not all(is_collective(started.target) for started in node.all_input_nodes):
-            why = f"{node.target} takes what no collective gives"
         if why:
             near = nodes[max(0, position - 5) : position + 5]
             lines = [f"{'>>' if one is node else '  '} {one.format_node()}" for one in near]

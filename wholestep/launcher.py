@@ -198,7 +198,10 @@ def _watch(ranks: list[_Rank], events: _Events) -> tuple[int, bool]:
     """Waits until all ranks ended well, or for the first thing that ends the job."""
     running = len(ranks)
     while running:
-        rank, code = events.get()
+        try:
+            rank, code = events.get(timeout=0.2)  # a signal that comes right before it waits wakes nobody
+        except queue.Empty:
+            continue
         if rank is None:
             _say(f"stopped by {signal.Signals(-code).name}")
             return 128 - code, False

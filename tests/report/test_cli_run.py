@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from wholestep import launcher
 from wholestep.cli import main
 
 HANG = "import time\ntime.sleep(600)\n"
@@ -203,9 +207,33 @@ def test_no_rank_outlives_the_launcher(tmp_path: Path, number: signal.Signals):
         ranks = [int(launcher.stdout.readline().split()[-1]) for _ in range(2)]
         assert all(alive(pid) for pid in ranks)
         os.kill(launcher.pid, number)
-        code = launcher.wait(30)
+        try:
+            code = launcher.wait(30)
+        finally:
+            launcher.kill()
     assert code == (-9 if number == signal.SIGKILL else 128 + number)
     assert all(gone(pid) for pid in ranks)
+
+
+def test_a_signal_that_wakes_nobody_is_heeded():
+    """As one does that comes right before the launcher begins to wait: here another thread is given it."""
+    events: Any = queue.SimpleQueue()
+    before = signal.signal(signal.SIGUSR1, lambda number, _: events.put((None, -number)))
+
+    def send() -> None:
+        time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(5)
+        events.put((None, -signal.SIGKILL))
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    try:
+        assert launcher._watch([None], events) == (128 + signal.SIGUSR1, False)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+        signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize(
