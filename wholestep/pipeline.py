@@ -31,7 +31,7 @@ from wholestep.override import Override
 from wholestep.passes import transformed
 from wholestep.runtime import Backward, Entry, Program, donated_inputs
 from wholestep.spmd import PlanExecutor, shard_inputs
-from wholestep.tensor_parts import say_parts
+from wholestep.tensor_parts import say_parts, say_whole
 from wholestep.trace import Traced
 from wholestep.trace.numbers.dynamic_shapes import Templates
 
@@ -163,7 +163,8 @@ def build(
             break  # else the program is for another layout than tensors have as parts
 
     # guards, and a fast path around what is there now
-    said = bool(parts or cut.any) and say_parts(container.owner for container in world.containers)
+    owners = [container.owner for container in world.containers] if parts or cut.any else []
+    said = say_parts(owners) | (executor.view is not None and say_whole(owners))
     if cut.any or dropped or said:
         unread = world.replaced_gradients
         world = take(fn, args, kwargs, names=world.names, varying=world.varying)

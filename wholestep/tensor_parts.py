@@ -143,30 +143,39 @@ def mark_states(optimizer: torch.optim.Optimizer) -> None:
             mark_part(value, part)
 
 
+def say_whole(owners: Iterable[Any]) -> bool:
+    """Says of optimizers' state beside parts that it is whole, where nothing has said which part it is.
+
+    A row or column of Adafactor's may have the shape of some rank's part.
+
+    Returns:
+        Whether there was any.
+    """
+    found = [value for one in owners if isinstance(one, torch.optim.Optimizer) for value, _ in _unmarked_states(one)]
+    for value in found:
+        mark_part(value, Part.whole(value.shape))
+    return bool(found)
+
+
 def say_parts(owners: Iterable[Any]) -> bool:
     """Has the state dicts of the modules that have parts, and of optimizers, say so, for what saves and loads them.
 
-    Modules load whole tensors, too. State of parts that no plan has cut is marked as whole: a row or column of
-    Adafactor's may have the shape of some rank's part.
+    Modules load whole tensors, too.
 
     Returns:
         Whether one did not say so before.
     """
     new: dict[Any, Any] = {}
-    marked = False
     for one in owners:
         if isinstance(one, torch.nn.Module) and any(part_of(p) for p in one._parameters.values() if p is not None):
             new |= {one: _give_parts} if _give_parts not in one._state_dict_hooks.values() else {}
         elif isinstance(one, torch.optim.Optimizer) and STATE_HOOKS in vars(one):  # its states may become parts later
             new |= {one: _give_states} if _give_states not in vars(one)[STATE_HOOKS].values() else {}
-            for value, _ in list(_unmarked_states(one)):
-                mark_part(value, Part.whole(value.shape))
-                marked = True
     for one, hook in new.items():
         one.register_state_dict_post_hook(hook)
         if hook is _give_parts:
             one.register_load_state_dict_pre_hook(_take_parts)
-    return bool(new) or marked
+    return bool(new)
 
 
 def _give_states(optimizer: torch.optim.Optimizer, _: Any) -> None:

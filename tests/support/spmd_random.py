@@ -189,6 +189,8 @@ def drawn(seed: int) -> Program:
         made = name, a, b, draw.randrange(6), draw.randrange(6)
         try:
             found = CALLS[name](values[a], values[b], *made[3:])
+            if found.requires_grad:
+                torch.autograd.grad(found.sum(), values[1 : len(shapes) + 1], retain_graph=True, allow_unused=True)
         except (RuntimeError, IndexError, ValueError, ZeroDivisionError):
             continue
         if 0 < found.numel() < 3000 and found.dim() < 6 and found.isfinite().all() and len(calls) < 12:

@@ -15,7 +15,7 @@ from wholestep.co_run.places import place_of, storage_at, storage_of
 from wholestep.comm.api.object_collectives import gathered_objects
 from wholestep.nested import map_leaves, tensors_of
 from wholestep.spmd import gather_parts
-from wholestep.tensor_parts import Part, give_data, mark_part, narrow_to, say_parts
+from wholestep.tensor_parts import Part, give_data, mark_part, narrow_to, say_parts, say_whole
 from wholestep.torch_compat import storage_id, storage_uses
 
 # Owners of a held storage that are none of the step's: the tensor of the record, and the object that asks.
@@ -130,7 +130,9 @@ class Shards:
                 if found.kind in ("parameter", "buffer", "state") and held and id(found.tensor) not in known:
                     self._keep(found.tensor, held.part)
                     lasting.append((found.tensor, held.part))
-            say_parts(container.owner for container in seen.containers)
+            owners = [container.owner for container in seen.containers]
+            say_parts(owners)
+            say_whole(owners)
         for tensor, part in lasting if complete else ():
             if tensor.is_leaf and tensor.grad is not None and id(tensor.grad) not in known:
                 self._keep(tensor.grad, part)
