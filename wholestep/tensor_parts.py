@@ -129,7 +129,7 @@ def _unmarked_states(optimizer: torch.optim.Optimizer) -> Iterator[tuple[torch.T
     """The tensors in the state of parts, with the part, that do not say which part they are."""
     for parameter, state in vars(optimizer).get("state", {}).items():  # none: a wrapper
         part = part_of(parameter) if isinstance(parameter, torch.Tensor) else None
-        if part is None:
+        if part is None or parameter.shape != part.size:  # as in a call, where it stands for the whole one
             continue
         for value in state.values():
             if isinstance(value, torch.Tensor) and value.dim() and part_of(value) is None:

@@ -16,10 +16,12 @@ from wholestep.testing import run_ranks
 FIRST = int(os.environ.get("WHOLESTEP_TEST_SEED", "0"))
 
 
-@pytest.mark.parametrize(("shape", "quick"), [((2,), 10), ((2, 2), 5)])
+# In 5080 two weights of one shape are split along the axes the other way round, so that on half of the ranks their
+# parts are alike; what updates one is no program for the other.
+@pytest.mark.parametrize(("shape", "quick"), [((2,), [*range(10)]), ((2, 2), [*range(4), 5080])])
 def test_random_steps_are_one_devices(shape, quick):
-    many = 300 if os.environ.get("WHOLESTEP_TEST_LONG") else quick
-    for seeds in (range(FIRST + n, FIRST + min(n + 20, many)) for n in range(0, many, 20)):
-        for found in run_ranks(differences, math.prod(shape), "shm", (list(seeds), shape), timeout=600):
+    every = [*range(FIRST, FIRST + 300)] if os.environ.get("WHOLESTEP_TEST_LONG") else quick
+    for seeds in (every[n : n + 20] for n in range(0, len(every), 20)):
+        for found in run_ranks(differences, math.prod(shape), "shm", (seeds, shape), timeout=600):
             wrong = {seed: (what, drawn(seed)) for seed, what in found.items() if what}
             assert not wrong

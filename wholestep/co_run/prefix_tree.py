@@ -41,6 +41,10 @@ class Given:
 Results = Any
 
 
+# Of a flush: slots whose memory is alive; under plans of the global view, where what the segment reads lies.
+Key = tuple[tuple[int, ...], tuple[Any, ...]]
+
+
 @dataclass(slots=True)
 class Node:
     """A recorded call, known by the sequence of calls before it.
@@ -48,17 +52,17 @@ class Node:
     Attributes:
         results: what it gave; of an optimizer's update how often it wrote each tensor.
         next: key of a call -> its node; None for one that runs at once.
-        programs: slots whose memory is alive -> what serves a flush here.
-        seen: such slots, with the numbers of the first flush here.
-        refused: those for which there is no program.
+        programs: what serves a flush here.
+        seen: the numbers of the first flush here.
+        refused: flushes for which there is no program.
         note: with plans, the record of the call: phase, line, module.
     """
 
     results: Results = None
     next: dict[Any, Node | None] = field(default_factory=dict)
-    programs: dict[tuple[int, ...], Any] = field(default_factory=dict)
-    seen: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
-    refused: set[tuple[int, ...]] = field(default_factory=set)
+    programs: dict[Key, Any] = field(default_factory=dict)
+    seen: dict[Key, list[float]] = field(default_factory=dict)
+    refused: set[Key] = field(default_factory=set)
     note: NodeInfo | None = None
 
 

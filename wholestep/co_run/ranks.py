@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from wholestep.capture import Args, InitialState, Kwargs, Snapshot
+from wholestep.capture import Args, InitialState, Kwargs, Snapshot, TensorInput
 from wholestep.co_run.operators import Facts, Kind
 from wholestep.co_run.places import place_of, storage_at
 from wholestep.co_run.prefix_tree import Results, Unknown, described
@@ -22,7 +22,7 @@ from wholestep.ir import WHOLE_KINDS, Input, NodeInfo
 from wholestep.nested import map_leaves
 from wholestep.patches import Replacement, original
 from wholestep.pipeline import Options
-from wholestep.spmd import BufferBroadcast
+from wholestep.spmd import BufferBroadcast, GlobalView
 from wholestep.torch_compat import FakeTensor, empty_fake, no_modes
 from wholestep.trace.record.provenance import WITH_PLAN, Provenance
 from wholestep.trace.record.user_line import user_line
@@ -53,6 +53,8 @@ class Ranks:
         self.held, self.keeps_whole = self._shards.held, options.executor.keeps_whole
         self._initial = InitialState(None)
         self._first = True
+        self._homes: dict[Any, tuple[Any, ...]] = {}  # place of a tensor -> its placements when no step runs
+        self._by_source: dict[tuple[str, torch.Size], tuple[Any, ...]] = {}
         groups = self._executor.broadcasting
         self._buffers = BufferBroadcast(groups, self._accumulates, self._broadcasting)
 
@@ -77,6 +79,9 @@ class Ranks:
             self._modules = world.module_names()
             self._shards.put(world.tensors.values(), self._executor.parts)
             self._lasting = self._whole(world) if self._executor.view else []
+            if view := self._executor.view:
+                strided = (one for one in world.tensors.values() if one.tensor.layout is torch.strided)
+                self._homes = {place_of(one.tensor): self._home(view, one) for one in strided}
         else:
             self._lasting = []
             self._shards.put((), None)
@@ -227,6 +232,20 @@ class Ranks:
         return [(Input("", str(one.source), one.kind), one.tensor) for one in found
                 if one.kind in WHOLE_KINDS and one.tensor.layout is torch.strided
                 and self._shards.of(one.tensor) is None]  # fmt: skip
+
+    def _home(self, view: GlobalView, found: TensorInput) -> tuple[Any, ...]:
+        key = str(found.source), found.tensor.shape
+        if key not in self._by_source:
+            self._by_source[key] = view.placements(Input("", key[0], found.kind), found.tensor)
+        return self._by_source[key]
+
+    def placements(self, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+        """Where tensors lie, alike on all ranks: a segment's program is for that."""
+        if self.keeps_whole or not self._homes:
+            return ()
+        held = (self._shards.of(tensor) for tensor in tensors)
+        return tuple([self._homes.get(place_of(tensor)) if mine is None or mine.placements is None else mine.placements
+                      for mine, tensor in zip(held, tensors, strict=True)])  # fmt: skip
 
     def _source(self, tensor: torch.Tensor) -> str:
         found = Snapshot(*self._call).find(tensor)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from wholestep.co_run.optimizer_updates import Update, deferred_updates
-from wholestep.co_run.prefix_tree import Node, Signatures
+from wholestep.co_run.prefix_tree import Key, Node, Signatures
 from wholestep.co_run.queue import Queue
 from wholestep.co_run.rank_program import RankProgram
 from wholestep.co_run.ranks import Ranks
@@ -160,14 +160,16 @@ class CoRun:
 
     def _serve(self, node: Node, segment: Segment, tensors: list[torch.Tensor], numbers: list[float]) -> None:
         """Runs a segment: by a program, which is one of all ranks with plans, or one operator after the other."""
-        found, varying = node.programs.get(tuple(segment.alive)), frozenset[int]()
+        given = tensors[: len(segment.externals)]
+        key = tuple(segment.alive), () if self._ranks is None else self._ranks.placements(given)
+        found, varying = node.programs.get(key), frozenset[int]()
         program: Any = found
         if found is not None and not found.serves(numbers):
             program, varying = None, found.varying_with(numbers)
         if self._ranks is not None:
             self._ranks.begin(program, numbers)
         if program is None:
-            program = self._compiled(node, segment, tensors, numbers, varying)
+            program = self._compiled(node, key, segment, tensors, numbers, varying)
         if program is not None:
             self.served.append((program.number, program.program))
         if program is None:
@@ -183,10 +185,11 @@ class CoRun:
             self._ranks.run(program, tensors, numbers)
 
     def _compiled(
-        self, node: Node, segment: Segment, tensors: list[torch.Tensor], numbers: list[float], varying: frozenset[int]
-    ) -> SegmentProgram | RankProgram | None:
+        self, node: Node, key: Key, segment: Segment, tensors: list[torch.Tensor], numbers: list[float],
+        varying: frozenset[int],
+    ) -> SegmentProgram | RankProgram | None:  # fmt: skip
         """A new program for a segment; None for one that stays without."""
-        key, full = tuple(segment.alive), len(self.segments) >= MAX_PROGRAMS
+        full = len(self.segments) >= MAX_PROGRAMS
         program: SegmentProgram | RankProgram
         if self._ranks is not None:
             if full:
