@@ -121,15 +121,16 @@ CALLS: dict[str, Callable[[Tensor, Tensor, int, int], Tensor]] = {
 OF_TWO = ["add", "addcmul", "cat", "cosine", "div", "einsum", "embedding", "lerp", "linear", "maximum", "mul",
           "product", "scatter", "stack", "sub", "view", "where"]  # fmt: skip
 
+# With epsilons that do not make much of gradients that vanish but for rounding, which differs with the order of sums.
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=False),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
-    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.5, centered=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, eps=1e-3, foreach=False),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3, amsgrad=True),
+    "fused": lambda p: torch.optim.AdamW(p, lr=1e-2, eps=1e-3, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, eps=1e-3),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2, eps=(1e-6, 1e-3)),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, eps=1e-3, momentum=0.5, centered=True),
 }
 
 Made = tuple[str, int, int, int, int]  # a call, the positions of its operands, two numbers
