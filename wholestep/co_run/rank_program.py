@@ -160,7 +160,7 @@ class RankProgram(CapturedSegment):
         del self.traced, _replaying.record  # their aliases would count as somebody who sees the whole of a part
 
     def _input(self, node: fx.Node, item: Input, index: int, places: Sequence[Any], names: Names) -> Input:
-        name, memory = item.name, "memory of " * item.source.startswith("memory of ")
+        name, memory = item.name, "memory of " if item.source.startswith("memory of ") else ""
         lines = [info(user).where for user in node.users if user.op != "output"]
         where = next((f", for the call at {line}" for line in lines if line), "")
         if index < 0:

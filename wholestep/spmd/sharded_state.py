@@ -59,8 +59,9 @@ def shard_inputs(
         if part is None or isinstance(tensor, FakeTensor):
             continue
         if held == part:  # all of it, where the other ranks have nothing
-            before += [True] * (part_of(tensor) != part)
-            mark_part(tensor, part)
+            if part_of(tensor) != part:
+                before.append(True)
+                mark_part(tensor, part)
             continue
         before.append(tensor.is_contiguous())
         local = part.inside(held)  # of a part, when an optimizer's state is shared out after its first step
