@@ -770,6 +770,10 @@ storage_id: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata"
 """Identifies a storage, also one without memory, as long as it lives; equal for all that Python holds of it."""
 
 
+has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
+"""Whether a tensor has a storage; where it has none, torch ends the process if asked for it below autograd."""
+
+
 def is_zero_tensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor is zeros without memory, as forward-mode differentiation makes them."""
     return tensor._is_zerotensor()

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch._lazy.ts_backend
 from torch import Tensor, nn
 
+import wholestep as ws
 from wholestep.co_run import places
 from wholestep.co_run.places import parts, place_of, storage_at
 from wholestep.co_run.segment import FALSE, FLOAT, TRUE
@@ -67,3 +69,18 @@ def test_arguments_in_c() -> None:
     assert parts((2.5,), slots, None, other) == ("other",)
     with pytest.raises(ZeroDivisionError):
         parts(([unknown],), slots, None, lambda value: 1 / 0)
+
+
+def test_tensors_without_a_storage() -> None:
+    """Below autograd, tensors of a lazy device have none."""
+    torch._lazy.ts_backend.init()
+    x, y = torch.ones(3, 4, device="lazy"), torch.ones(3, 4)
+
+    def step(x: Tensor) -> float:
+        view = x.t()
+        view.add_(1)
+        return view.sum().item()
+
+    compiled = ws.compile(step)
+    for _ in range(4):
+        assert compiled(x) == step(y)

@@ -98,6 +98,7 @@ from wholestep.torch_compat import (
     gloo_options,
     has_foreach_support,
     has_native_kernel,
+    has_storage,
     held_by_cpp,
     inductor_kernels,
     innermost_saved_tensor_hooks,
@@ -968,6 +969,7 @@ def test_a_storage_is_identified_even_without_memory():
     y.untyped_storage().resize_(0)
     assert storage_id(x.untyped_storage()) == storage_id(view.untyped_storage())
     assert storage_id(x.untyped_storage()) != storage_id(y.untyped_storage())
+    assert has_storage(x) and not has_storage(torch.eye(2).to_sparse())
 
 
 def test_a_function_mode_sees_what_is_read_of_a_tensor():

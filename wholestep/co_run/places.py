@@ -9,7 +9,7 @@ import torch
 
 from wholestep.co_run import _places as native
 from wholestep.co_run.segment import FALSE, FLOAT, TRUE
-from wholestep.torch_compat import layout_functions, plain_tensor, storage_id
+from wholestep.torch_compat import has_storage, layout_functions, plain_tensor, storage_id
 
 PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -35,8 +35,9 @@ def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def storage_at(tensor: torch.Tensor) -> int:
-    """What `storage_id` gives for the storage of a tensor."""
-    return (native.storage(tensor) if _NATIVE else None) or storage_id(storage_of(tensor))
+    """What `storage_id` gives for the storage of a tensor; 0 where it has none, as on devices that are lazy."""
+    found = native.storage(tensor) if _NATIVE else None
+    return found or (storage_id(storage_of(tensor)) if has_storage(tensor) else 0)
 
 
 def parts(
