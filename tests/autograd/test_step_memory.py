@@ -97,6 +97,25 @@ def test_what_a_user_checkpoints_is_still_made_again_once():
     assert same(run(checkpointed=True)[0], left)
 
 
+def test_a_budget_where_the_forward_goes_on_from_gradients():
+    left = []
+    for options in ({}, {"memory_budget": 0.9}):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Block() for _ in range(2)), nn.Linear(WIDTH, 1))
+
+        def step(x):
+            loss = model(x).square().mean()  # noqa: B023
+            (gradient,) = torch.autograd.grad(loss, model[-1].weight, create_graph=True)  # noqa: B023
+            (loss + gradient.square().sum().sqrt() * gradient.mean()).backward()
+            return loss
+
+        compiled = ws.compile(step, fullgraph=True, **options) if options else step
+        x = torch.randn(ROWS, WIDTH)
+        left.append([compiled(x), *(p.grad for p in model.parameters())])
+        assert not options or compiled.explain(x).recomputed
+    assert same(*left)
+
+
 def test_a_budget_that_cannot_be_met_says_what_can(monkeypatch):
     monkeypatch.setattr(step_memory, "ROUNDS", 4)
     with pytest.raises(MemoryBudgetError, match=r"cannot do with 0.05 .* the least that was found is 0\.\d+") as error:

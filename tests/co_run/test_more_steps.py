@@ -298,3 +298,25 @@ def test_gradients_by_formulas_that_follow_the_data(loss, deferring):
         seen.append([t for _ in range(5) for t in run(torch.randn(6, 8), torch.randint(0, 5, (6,)))])
         assert not compiled or run.breaks
     assert all(map(torch.equal, *seen))
+
+
+def test_a_segment_that_is_compiled_within_autocast_leaves_its_casts(deferring):
+    """Gradients of a weight's cast are summed in half precision, of two casts in single."""
+    seen = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+
+        def step(x):
+            model.zero_grad()  # noqa: B023
+            with torch.autocast("cpu", torch.bfloat16):
+                x = model(x).tanh()  # noqa: B023
+                print(end=f"{x.sum().item()}"[:0])
+                loss = model(x).float().square().sum()  # noqa: B023
+            loss.backward()
+            return model.weight.grad.clone()  # noqa: B023
+
+        run = ws.compile(step) if compiled else step
+        seen.append([run(torch.randn(16, 8)) for _ in range(4)])
+        assert not compiled or run.breaks
+    assert all(map(torch.equal, *seen))

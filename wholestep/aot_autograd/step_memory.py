@@ -143,8 +143,13 @@ class _Problem:
     def __init__(self, step: StepGraph) -> None:
         self.step = step
         calls = [node for node in step.graph.nodes if node.op != "output"]
-        forward = {node for node in calls if node.op != "call_function" or info(node).phase == "forward"}
-        self.backward = {node for node in calls if node.op == "call_function" and info(node).phase == "backward"}
+        forward: set[fx.Node] = set()
+        for node in calls:
+            first = node.op != "call_function" or info(node).phase == "forward"
+            if first and forward.issuperset(node.all_input_nodes):
+                forward.add(node)
+        # and what a forward makes of gradients, as of those that it penalises
+        self.backward = {node for node in calls if node not in forward and info(node).phase in ("backward", "forward")}
         wanted = {operand for node in self.backward for operand in node.all_input_nodes} & forward
         needed = ancestors(wanted) & forward
         self.nodes = [node for node in calls if node in needed]

@@ -179,10 +179,15 @@ class Snapshot:
         found = [self.tensors[id(tensor)] for tensor in tensors if id(tensor) in self.tensors]
         self.replaced_gradients = frozenset(Attr(f.source, "grad").path for f in found)
 
+    def clear_autocast_cache(self) -> None:
+        """Clears it, but for a segment, whose operators are cast, and around which a region may keep casts."""
+        if self.differentiable:
+            torch.clear_autocast_cache()
+
     def restore(self) -> None:
         """Puts everything back: contents and their order, gradients, flags, hooks, versions, lifted numbers."""
         torch.set_grad_enabled(self._grad_mode)
-        torch.clear_autocast_cache()
+        self.clear_autocast_cache()
         self.substitutes.unsharded.back()  # tensors have their own data again
         self.reachable.add_given()
         # first: autograd is asked for the gradients of views, which is an error for those whose base was written

@@ -92,7 +92,7 @@ def _recorded(
     parameters = [f.tensor for f in world.tensors.values() if f.kind == "parameter"]  # some may come to require grad
     gradients = ReplacedGradients(parameters)
     before = world.versions()
-    torch.clear_autocast_cache()
+    world.clear_autocast_cache()
 
     @contextmanager
     def recording() -> Iterator[None]:
@@ -108,7 +108,7 @@ def _recorded(
         result = _run(recorder, fn, args, kwargs)
     if recorder.numbers.refusal is not None:  # the step went on past it, on a way that eager would not have taken
         raise recorder.numbers.refusal
-    torch.clear_autocast_cache()
+    world.clear_autocast_cache()
     recorder.inputs.refuse_changed()
     _refuse_shared_writes(recorder)
     _refuse_storages(recorder)
