@@ -17,8 +17,9 @@ FIRST = int(os.environ.get("WHOLESTEP_TEST_SEED", "0"))
 
 
 # In 5080 two weights of one shape are split along the axes the other way round, so that on half of the ranks their
-# parts are alike; what updates one is no program for the other.
-@pytest.mark.parametrize(("shape", "quick"), [((2,), [*range(10)]), ((2, 2), [*range(4), 5080])])
+# parts are alike; what updates one is no program for the other. In 20131 a layer norm that all ranks compute has a
+# gradient that is split along the third dimension: its kernel takes a mean's slice for what lies in memory.
+@pytest.mark.parametrize(("shape", "quick"), [((2,), [*range(10)]), ((2, 2), [*range(4), 5080, 20131])])
 def test_random_steps_are_one_devices(shape, quick):
     every = [*range(FIRST, FIRST + 300)] if os.environ.get("WHOLESTEP_TEST_LONG") else quick
     for seeds in (every[n : n + 20] for n in range(0, len(every), 20)):

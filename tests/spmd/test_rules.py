@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import wholestep as ws
 from tests.support.spmd_rules import Sample, call_of, close, failures, part_of, parts_of, shown, trials_of
@@ -51,6 +54,37 @@ def test_a_wrong_row_is_found(row: Strategy) -> None:
     sample = Sample(aten._softmax.default, (torch.randn(4, 4, dtype=torch.float64), 0, False))
     assert not failures([sample], 2)
     assert len(failures([sample], 2, lambda _: [row])) == 1
+
+
+def _with_gaps(x: torch.Tensor) -> torch.Tensor:
+    """A copy that is a slice of a larger tensor, as parts of what is whole are."""
+    larger = torch.full((*x.shape[:-1], x.shape[-1] + 3), 1).to(x.dtype)
+    return larger[..., 1 : x.shape[-1] + 1].copy_(x)
+
+
+def _ignores_strides(sample: Sample) -> bool:
+    """Whether an operand with gaps gives other values, which no kernel says."""
+    flat, tree = tree_flatten((sample.args, sample.kwargs))
+
+    def results(operands: list[Any]) -> list[torch.Tensor]:
+        args, kwargs = tree_unflatten(operands, tree)
+        return tensors_of(sample.target(*args, **kwargs))
+
+    for place, leaf in enumerate(flat):
+        if isinstance(leaf, torch.Tensor) and leaf.dim() > 1:
+            with contextlib.suppress(RuntimeError):  # views say so; some kernels the CPU does not have
+                pairs = zip(results([*flat[:place], _with_gaps(leaf), *flat[place + 1 :]]), results(flat), strict=True)
+                if not all(torch.allclose(*pair, equal_nan=True) for pair in pairs):
+                    return True
+    return False
+
+
+def test_kernels_that_ignore_strides_are_given_no_gaps() -> None:
+    other = aten._linalg_det.default  # whose factors are those of another order, and fit each other
+    with torch.no_grad():
+        of_any_strides = (one for one in samples() if not rules.reads_flat_memory(one.target) and one.target != other)
+        assert not {str(one.target) for one in of_any_strides if _ignores_strides(one)}
+        assert any(_ignores_strides(one) for one in samples() if one.target == aten.native_layer_norm_backward.default)
 
 
 def test_every_rule_has_a_sample() -> None:

@@ -33,7 +33,8 @@ from wholestep.spmd.expand.redistribute import redistribute
 from wholestep.spmd.expand.strategy import Build, Decomposed, Strategy
 from wholestep.spmd.mesh import AxisGroup
 from wholestep.spmd.placements import Placement, Shard, is_unequal, normal, splits
-from wholestep.spmd.rules.pointwise import columns_of, is_on_lists, of_columns, reads_flat_memory
+from wholestep.spmd.rules import reads_flat_memory
+from wholestep.spmd.rules.pointwise import columns_of, is_on_lists, of_columns
 
 aten = torch.ops.aten
 
@@ -123,8 +124,7 @@ class CallExpansion:
         record, whole = info(node), Call.of(node, self.group)
         columns = list(columns_of(whole))
         chosen = [self._choose(column, record) for column in columns]
-        operands = self._flat_operands if reads_flat_memory(node.target) else self._operands
-        locals_ = [operands(column, strategy, record) for column, strategy in zip(columns, chosen, strict=True)]
+        locals_ = [self._operands(column, each, record) for column, each in zip(columns, chosen, strict=True)]
         together = [i for i, strategy in enumerate(chosen) if strategy.emit is None]
         made = iter(of_columns(self._build(record), whole, [columns[i] for i in together],
                                [locals_[i] for i in together]))  # fmt: skip
@@ -154,11 +154,13 @@ class CallExpansion:
         return strategy
 
     def _operands(self, call: Call, strategy: Strategy, record: NodeInfo) -> list[fx.Node]:
-        return [self.at(self.sharded[o], p, record) for o, p in zip(call.operands, strategy.ins, strict=True)]
+        """Where a strategy wants them, and without gaps for kernels that read flat memory.
 
-    def _flat_operands(self, call: Call, strategy: Strategy, record: NodeInfo) -> list[fx.Node]:
-        """Operands without gaps: columns of what is whole are copied, on all ranks alike where pieces are unequal."""
-        found = self._operands(call, strategy, record)
+        Columns of what is whole are copied then, on all ranks alike where pieces are unequal.
+        """
+        found = [self.at(self.sharded[o], p, record) for o, p in zip(call.operands, strategy.ins, strict=True)]
+        if not reads_flat_memory(call.target):
+            return found
         for index, (value, placement) in enumerate(zip(call.values, strategy.ins, strict=True)):
             local = info(found[index]).value
             gaps = isinstance(placement, Shard) and math.prod(value.shape[: placement.dim]) > 1

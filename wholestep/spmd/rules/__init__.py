@@ -19,6 +19,7 @@ from wholestep.torch_compat import OpOverload
 
 _FILES = (reductions, layers, losses, indexing, views, pointwise)
 TABLE: dict[str, Rule] = {name: rule for file in _FILES for name, rule in file.RULES.items()}
+_OF_ANY_STRIDES = {name for file in _FILES if file is not layers for name in file.RULES}
 
 
 def name_of(target: object) -> str:
@@ -38,6 +39,16 @@ def rule_of(target: object) -> Rule | None:
     if found is None and isinstance(target, OpOverload) and (torch.Tag.pointwise in target.tags or is_on_lists(target)):
         return pointwise.pointwise
     return found
+
+
+def reads_flat_memory(target: object) -> bool:
+    """True where a kernel may go through memory in order, whatever the strides: autograd gives it no gaps.
+
+    Fused optimizers do, gradients of normalisations, recurrent layers, and, for all that is known, users' operators.
+    """
+    if is_on_lists(target):
+        return "::_fused_" in target._schema.name  # type: ignore[attr-defined]
+    return name_of(target) in TABLE.keys() - _OF_ANY_STRIDES
 
 
 def register_sharding(*targets: OpOverload) -> Callable[[Rule], Rule]:

@@ -193,11 +193,6 @@ def is_on_lists(target: object) -> bool:
     return any(str(one.type) == "List[Tensor]" for one in target._schema.arguments)  # as `_fused_rms_norm` has none
 
 
-def reads_flat_memory(target: object) -> bool:
-    """True for fused optimizers, whose kernels go through all lists in the order of memory, whatever their strides."""
-    return is_on_lists(target) and "::_fused_" in target._schema.name  # type: ignore[attr-defined]
-
-
 def columns_of(call: Call) -> Iterator[Call]:
     """What an operator on lists does at each place of the lists, as calls on lists of one."""
     for index in range(next(len(argument) for argument in call.args if isinstance(argument, (list, tuple)))):
