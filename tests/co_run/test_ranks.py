@@ -24,6 +24,11 @@ def test_steps_that_read_are_ddps_bit_for_bit(tmp_path):
         assert len(each) == 5 and all(each.values()), each
 
 
+def test_steps_that_read_are_naive_replicas():
+    for each in run_ranks(programs.as_naive_replicas, 2):
+        assert len(each) == 2 and max(each.values()) < 1e-9, each
+
+
 def test_what_one_rank_cannot_replay_runs_on_all():
     one, two = run_ranks(programs.breaks_on_one_rank, 2)
     assert (one[0], two[0]) == ("a step\n" * 3, "")

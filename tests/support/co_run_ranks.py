@@ -394,3 +394,55 @@ def goes_on_after_an_error(where: str) -> tuple[list[Any], list[Any]]:
         except (KeyError, PlanError) as error:
             seen.append(type(error).__name__)
     return seen, [p.tolist() for p in model.parameters()]
+
+
+class Replicated(nn.Module):
+    """Parameters that a fresh replica may miss: one that no deferred call reads, one that is not contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bilinear = nn.Bilinear(4, 4, 4)
+        self.transposed = nn.Parameter(torch.randn(4, 4).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.bilinear(x, x)) @ self.transposed
+
+
+def read_before_and_after(model: nn.Module, opt: torch.optim.Optimizer, x: torch.Tensor, log: list[float]) -> None:
+    """The optimizer's update is a segment of its own, with a rate that the schedule changes."""
+    loss = model(x).square().mean()
+    log.append(loss.item())
+    loss.backward()
+    log.append(model.transposed.grad.sum().item())
+    opt.step()
+    opt.zero_grad()
+
+
+def as_naive_replicas() -> dict[str, float]:
+    """By plan, the largest difference from replicas whose gradients are averaged by hand."""
+    found = {}
+    for plan in (ws.DataParallel("dp"), ws.ShardedOptimizer("dp", min_bytes=1)):
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float64)
+        replica, model = Replicated(), Replicated()
+        torch.set_default_dtype(torch.float32)
+        if comm.get_rank() == 0:
+            model.load_state_dict(replica.state_dict())
+        opts = [torch.optim.AdamW(one.parameters(), lr=0.1, eps=1e-3, fused=True) for one in (replica, model)]
+        schedules = [torch.optim.lr_scheduler.StepLR(opt, 1, 0.8) for opt in opts]
+        step = ws.compile(read_before_and_after, mesh=mesh(), plan=plan)
+        for _ in range(3):
+            x = torch.randn(3, 4, dtype=torch.float64) + comm.get_rank()
+            replica(x).square().mean().backward()
+            for parameter in replica.parameters():
+                mean = parameter.grad.contiguous() / comm.get_world_size()
+                comm.all_reduce(mean)
+                parameter.grad.copy_(mean)
+            opts[0].step()
+            opts[0].zero_grad()
+            step(model, opts[1], x, [])
+            for schedule in schedules:
+                schedule.step()
+        pairs = zip(replica.parameters(), model.parameters(), strict=True)
+        found[type(plan).__name__] = max(float((a - b).abs().max()) for a, b in pairs)
+    return found

@@ -23,7 +23,7 @@ from wholestep.nested import map_leaves
 from wholestep.patches import Replacement, original
 from wholestep.pipeline import Options
 from wholestep.spmd import BufferBroadcast, GlobalView
-from wholestep.torch_compat import FakeTensor, empty_fake, no_modes
+from wholestep.torch_compat import FakeTensor, behind, empty_fake, no_modes
 from wholestep.trace.record.provenance import WITH_PLAN, Provenance
 from wholestep.trace.record.user_line import user_line
 
@@ -70,7 +70,6 @@ class Ranks:
         self._unreduced: dict[int, torch.Tensor] = {}  # those whose gradients are each rank's own between segments
         self._call = self._fn, args, kwargs
         self._met: dict[Any, torch.Tensor] = {}
-        self._leaves: dict[int, torch.Tensor] = {}
         if self._first:
             self._initial = InitialState(Snapshot(*self._call))
             self._initial.fill()
@@ -101,15 +100,13 @@ class Ranks:
         finally:
             self._shards.take_back(self._call, complete)
             self._initial.drop()
-            del self._call, self._met, self._leaves, self._queue
+            del self._call, self._met, self._queue
 
     # what the queue asks -------------------------------------------------------------------------------------
 
     def meet(self, tensor: torch.Tensor, place: Any) -> None:
         """Notes a tensor from before the segment that it reads."""
         self._met[place] = tensor
-        if tensor.requires_grad and tensor.is_leaf:
-            self._leaves[id(tensor)] = tensor
 
     def note(self) -> NodeInfo:
         """The record of the call that Python makes now."""
@@ -207,12 +204,13 @@ class Ranks:
         """`torch.autograd.backward`, which says which gradients it leaves."""
         run, mark = original(torch.autograd, "backward"), self._queue.mark
 
-        def backward(*args: Any, **kwargs: Any) -> None:
-            old = {key: (leaf.grad, leaf.grad._version) for key, leaf in self._leaves.items() if leaf.grad is not None}
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            leaves = _leaves_behind([*tensors] if isinstance(tensors, Sequence) else [tensors])
+            old = {key: (leaf.grad, leaf.grad._version) for key, leaf in leaves.items() if leaf.grad is not None}
             mark(Mark("backward begins"), [grad for grad, _ in old.values()])
-            run(*args, **kwargs)
+            run(tensors, *args, **kwargs)
             there = {key: index for index, key in enumerate(old)}
-            new = {key: (leaf, leaf.grad) for key, leaf in self._leaves.items() if leaf.grad is not None}
+            new = {key: (leaf, leaf.grad) for key, leaf in leaves.items() if leaf.grad is not None}
             for key, (grad, version) in old.items():
                 if key in new and new[key][1] is grad and grad._version == version:
                     del new[key]
@@ -283,3 +281,10 @@ class Ranks:
         noted = [*self._graded.items()]
         self._unreduced = {noted[place][0]: noted[place][1] for place in program.unreduced}
         self._graded.clear()
+
+
+def _leaves_behind(roots: Sequence[Any]) -> dict[int, torch.Tensor]:
+    """By their ids, the tensors in whose ``.grad`` a backward may leave something; also those that no call here met."""
+    found = [root for root in roots if isinstance(root, torch.Tensor) and root.is_leaf]
+    found += [node.variable for node in behind(roots) if hasattr(node, "variable")]
+    return {id(leaf): leaf for leaf in found if leaf.requires_grad}

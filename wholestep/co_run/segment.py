@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from wholestep.lower import lower
 from wholestep.nested import leaves
 from wholestep.pipeline import Options, of_one_rank
 from wholestep.runtime import Program
+from wholestep.trace.numbers.recorded_numbers import PythonCall
+from wholestep.trace.numbers.symbolic_sizes import is_host
 from wholestep.trace.record.inputs import flat_memory
 
 
@@ -79,24 +82,26 @@ class Segment:
     marked: Mapping[int, Sequence[Any]]
 
     def run(
-        self, tensors: Sequence[torch.Tensor], numbers: Sequence[float], begin: Callable[[int], None] | None = None
-    ) -> None:
+        self, tensors: Sequence[torch.Tensor], numbers: Sequence[float], begin: Callable[[int], None] | None = None,
+        call: Callable[[Any, Any, Any], Any] = lambda func, args, kwargs: func(*args, **kwargs),
+    ) -> None:  # fmt: skip
         """Runs the calls in order.
 
         Args:
             tensors: the externals, then the tensors that take the values of what is alive.
             numbers: the floats among the arguments, in order.
             begin: called with the place of each call before it runs.
+            call: makes one.
         """
         values: dict[int, Any] = dict(zip(self.externals, tensors, strict=False))
         given = iter(numbers)
-        for place, (call, unread) in enumerate(zip(self.calls, self._unread(), strict=True)):
-            func, args, kwargs, results, _ = call
+        for place, (recorded, unread) in enumerate(zip(self.calls, self._unread(), strict=True)):
+            func, args, kwargs, results, _ = recorded
             if begin is not None:
                 begin(place)
             arguments = [_filled(part, values, given) for part in args]
             keywords = {name: _filled(part, values, given) for name, part in kwargs}
-            _keep(results, func(*arguments, **keywords), values)
+            _keep(results, call(func, arguments, keywords), values)
             for index in unread:
                 del values[index]
         for index, destination in zip(self.alive, tensors[len(self.externals) :], strict=True):
@@ -139,7 +144,14 @@ Bind = Callable[[Sequence[torch.Tensor], Sequence[float]], Any]
 
 def run_segment(tensors: list[torch.Tensor], numbers: list[float]) -> None:
     """The function that is captured: runs the recorded calls."""
-    _running.segment.run(tensors, numbers, _running.call)
+    _running.segment.run(tensors, numbers, _running.call, _with_numbers)
+
+
+def _with_numbers(func: Any, args: Any, kwargs: Any) -> Any:
+    """A call that is captured: C++ may ask for the numbers that vary, as where Python makes it."""
+    number = next((leaf for leaf in leaves((args, kwargs)) if is_host(leaf)), None)
+    with nullcontext() if number is None else PythonCall(number.node.recorder, func, args, kwargs):
+        return func(*args, **kwargs)
 
 
 _take = partial(Snapshot, differentiable=False)  # tensors with a history are data here

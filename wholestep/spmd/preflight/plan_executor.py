@@ -236,7 +236,7 @@ class PlanExecutor:
             own = "" if getattr(plan, "broadcast_buffers", True) else "buffer"
             for item, tensor in new:
                 if item.kind != own:
-                    comm.broadcast(tensor.detach(), group=group, group_src=0)
+                    comm.broadcast(tensor.data, group=group, group_src=0)  # unseen by a backward that waits
 
     def _same_values(
         self, inputs: Sequence[Input], values: Sequence[Any], words: Sequence[str]
