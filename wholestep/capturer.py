@@ -142,6 +142,7 @@ class Capturer:
                 if self._options.executor.preflight.all_know(error):
                     raise
             if entry is None:
+                self.undo()
                 inputs = self._varying
                 for path in sorted(varying) if len(varying) > 1 else ():
                     inputs |= self._can_vary(args, kwargs, inputs, path)

@@ -509,3 +509,35 @@ def test_counts_that_an_optimizer_begins_are_inputs_of_the_second_capture(of_gro
         return World(step, [(torch.randn(2, 3),)], {"model": model, "opt": opt})
 
     assert assert_same_run(make).step.captures == 2
+
+
+@pytest.mark.parametrize("make", [optim.ASGD, optim.Rprop, optim.AdamW])
+def test_state_that_begins_with_a_rate_begins_with_the_one_that_the_step_sets(make: Any) -> None:
+    def step(net: nn.Module, opt: optim.Optimizer, x: Tensor) -> Tensor:
+        opt.param_groups[0]["lr"] = 0.05
+        return zero_last(net, opt, x)
+
+    left: list[list[Tensor]] = []
+    for run in (step, compiled := ws.compile(step, fullgraph=True)):
+        net, opt, x = parts(partial(make, lr=0.01))
+        losses = [run(net, opt, x) for _ in range(3)]
+        left.append([*losses, *net.parameters(), *(v for state in opt.state.values() for v in state.values())])
+    assert all(map(torch.equal, *left)) and compiled.captures == (1 if make is optim.AdamW else 2)
+
+
+def test_state_of_captures_that_fail_is_taken_out_again() -> None:
+    """The first with a changing number as an input, the second without."""
+    used, unused, count = nn.Linear(4, 4), nn.Linear(4, 4), SimpleNamespace(calls=0, update=False)
+    opt = optim.Adam([*used.parameters(), *unused.parameters()])
+
+    @ws.compile
+    def step(x: Tensor) -> None:
+        count.calls += 1
+        (used(x) * count.calls).sum().backward()
+        if count.update:
+            opt.step()
+            print(end=f"{x.sum().item()}"[:0])
+
+    for count.update in (False, True):
+        step(torch.randn(4, 4))
+    assert step.breaks and {*map(id, opt.state)} == {*map(id, used.parameters())}

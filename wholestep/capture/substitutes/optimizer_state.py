@@ -23,6 +23,8 @@ from wholestep.capture.snapshot.snapshot import Snapshot
 from wholestep.tensor_parts import mark_part, part_of
 from wholestep.torch_compat import make_optimizer_state, no_modes, set_versions
 
+# What code names that may set a rate which the state begins with, as ASGD's and Rprop's does.
+_SETTING = "param_groups"
 # What code names that may look at an optimizer's state itself, and must find none at the first call.
 _LOOKING = {"state", "state_dict", "vars", "__dict__", "__getstate__", "dir", "eval", "exec", "copy", "deepcopy"}
 
@@ -74,12 +76,13 @@ class InitialState:
         self._filled = snap is None
         if snap is None or not _LOOKING.isdisjoint(snap.reachable.names_read.names):
             return
+        read = snap.reachable.names_read
         owners = {id(container.owner): container.owner for container in snap.containers}
         if any(map(_looks_inside, owners.values())):
             return
         for owner in owners.values():
             if isinstance(owner, torch.optim.Optimizer) and not vars(owner).get("state"):
-                self._made += _state_of(owner)
+                self._made += _state_of(owner, _SETTING in read.names | read.by_libraries)
         for made in self._made:
             made.optimizer.state[made.parameter] = made.state
 
@@ -132,8 +135,12 @@ def _looks_inside(wrapper: Any) -> bool:
     return not _LOOKING.isdisjoint(names.settle() - called)
 
 
-def _state_of(optimizer: torch.optim.Optimizer) -> list[_Made]:
-    """The state that an optimizer of torch's own would make for its parameters; none where that is not known."""
+def _state_of(optimizer: torch.optim.Optimizer, rate_may_change: bool) -> list[_Made]:
+    """The state that an optimizer of torch's own would make for its parameters; none where that is not known.
+
+    Args:
+        rate_may_change: before it makes it.
+    """
     if not (getattr(type(optimizer).step, "__module__", None) or "").startswith("torch.optim."):
         return []
     made: list[_Made] = []
@@ -148,6 +155,9 @@ def _state_of(optimizer: torch.optim.Optimizer) -> list[_Made]:
             kind = index, tuple(_order(parameter)), parameter.dtype, parameter.device
             if kind not in known:
                 known[kind] = _described(optimizer, index, parameter)
+                rate = optimizer.param_groups[index]["lr"]
+                if rate_may_change and known[kind] != _described(optimizer, index, parameter, lr=rate * 2 + 1):
+                    return []
             described = known[kind]
             if described is None:
                 return []
@@ -158,15 +168,20 @@ def _state_of(optimizer: torch.optim.Optimizer) -> list[_Made]:
     return made
 
 
-def _described(optimizer: torch.optim.Optimizer, index: int, parameter: torch.Tensor) -> _Described | None:
+def _described(
+    optimizer: torch.optim.Optimizer, index: int, parameter: torch.Tensor, **options: Any
+) -> _Described | None:
     """The state of one parameter as a group's first step creates it, for a tiny one in its place.
+
+    Args:
+        options: other ones than the group has.
 
     Returns:
         `_Filled` or None by key; None where something else is in it.
     """
     tiny = torch.nn.Parameter(_tiny(parameter))
     tiny.grad = torch.zeros_like(tiny)
-    kind, group = type(optimizer), {**optimizer.param_groups[index], "params": [tiny]}
+    kind, group = type(optimizer), {**optimizer.param_groups[index], **options, "params": [tiny]}
     trial: Any = object.__new__(kind)
     vars(trial).update(vars(optimizer), state=defaultdict(dict), param_groups=[group])
     with no_modes():
