@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import functools
 import ipaddress
 import logging
@@ -978,3 +979,22 @@ def test_a_tuple_around_an_intermediate_is_one_in_both_places() -> None:
         return one[0] * (3 if one is two else 5)
 
     assert torch.equal(ws.compile(step, fullgraph=True)(pair, pair), step(pair, pair))
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adadelta])
+def test_an_optimizer_compiled_alone_is_given_its_state_anew(make):
+    left = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        opt = make(model.parameters(), lr=0.1, **({"momentum": 0.9} if make is torch.optim.SGD else {}))
+        step = ws.compile(lambda opt: opt.step()) if compiled else lambda opt: opt.step()
+        for call in range(5):
+            opt.zero_grad(set_to_none=call == 3)
+            model(torch.randn(2, 4)).square().sum().backward()
+            step(opt)
+            if call % 2:
+                opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+        left.append([*model.parameters(), *(v for state in opt.state.values() for v in state.values())])
+        assert not compiled or (step.captures <= 2 and not step.breaks)
+    assert all(map(torch.equal, *left))

@@ -81,6 +81,7 @@ class PersistentObjects:
         by_path = {id(c.before[key]) for c in self._snap.containers if id(c.owner) in self._per_call.ids
                    for key in c.compared}
         by_path |= {id(value) for _, value in self._snap.reachable.roots}
+        by_path -= {id(key) for c in self._snap.containers if c.kind is kinds.MAPPING for key in c.before}
         for found in self._snap.tensors.values():  # in tuples, sets and keys, whose identity is compared elsewhere
             is_grad = isinstance(found.source, Attr) and found.source.key == "grad"
             if id(found.tensor) not in known and id(found.tensor) not in by_path and not is_grad:
