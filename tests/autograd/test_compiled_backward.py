@@ -334,3 +334,20 @@ def test_a_backward_that_is_lowered_while_another_is_captured_tries_its_kernels(
         step(x).sum().backward()  # its gradient repeats one number, which is another layout than the first one's
     assert context.eager == {} and context.captures == 1
     assert torch.equal(x.grad, -x.detach().sin().sin() * x.detach().cos())
+
+
+def test_a_hook_on_a_saved_parameter_counts_in_an_object_of_its_own() -> None:
+    """Which the call reaches by way of the parameter alone."""
+    class Shapes:
+        def __init__(self) -> None:
+            self.seen: list[torch.Size] = []
+
+        def hook(self, parameter: torch.Tensor) -> None:
+            self.seen.append(parameter.shape)
+
+    shapes, model, context = Shapes(), nn.Linear(4, 4), compiled_backward()
+    model.weight.register_post_accumulate_grad_hook(shapes.hook)
+    for _ in range(3):
+        with context:
+            model(torch.randn(2, 4)).square().sum().backward()
+    assert shapes.seen == [model.weight.shape] * 3 and context.eager == {}

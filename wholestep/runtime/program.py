@@ -102,7 +102,7 @@ def donated_inputs(traced: Traced, count: int, read: Collection[str]) -> Donated
     looked_at |= {*traced.versions, *(i for i, _ in traced.moved)}
     looked_at |= {i for i, before, after in traced.storage_sizes if before != after}
     paths = [f"args[0][{i}]" for i in range(count)]
-    kept = frozenset(i for i, path in enumerate(paths) if any(r.startswith(path) for r in read))
+    kept = frozenset(i for i, path in enumerate(paths) if any(path in r for r in read))  # in its middle, too
     donated = {path for i, path in enumerate(paths) if i not in kept}
     sources = [item.source.path for item in traced.inputs]
     items = frozenset(i for i, path in enumerate(sources) if path in donated and i not in looked_at)
