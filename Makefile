@@ -55,11 +55,11 @@ test-ops: $(STAMP)
 	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -n $(JOBS) -q tests/autograd/test_operators.py tests/trace/test_kernel_layouts.py \
 		tests/autograd/test_compiled_backward_operators.py tests/trace/test_host_numbers.py $(ARGS)
 
-# every model's step along one axis and two, and 600 random ones, against one device: half an hour; then twenty steps of
-# six models on 2, 4 and 8 ranks under every plan: an hour
+# every model's step along one axis and two, and 600 random ones, against one device, 300 against replicas: an hour; then
+# twenty steps of six models on 2, 4 and 8 ranks under every plan: an hour
 test-spmd: $(STAMP)
 	WHOLESTEP_TEST_LONG=1 $(LIMIT) $(BIN)/pytest -n $(JOBS) -q tests/spmd/test_models.py tests/spmd/test_rules.py \
-		tests/spmd/test_random_programs.py $(ARGS)
+		tests/spmd/test_random_programs.py tests/spmd/test_random_replicas.py $(ARGS)
 	$(LIMIT) $(BIN)/python -m tests.support.spmd_equal
 
 # 25 models under each wrapper, hook and mixture of wholestep.parallel, on two and four ranks: an hour
