@@ -26,7 +26,7 @@ def test_steps_that_read_are_ddps_bit_for_bit(tmp_path):
 
 def test_steps_that_read_are_naive_replicas():
     for each in run_ranks(programs.as_naive_replicas, 2):
-        assert len(each) == 2 and max(each.values()) < 1e-9, each
+        assert len(each) == 3 and max(each.values()) < 1e-9, each
 
 
 def test_what_one_rank_cannot_replay_runs_on_all():

@@ -356,6 +356,8 @@ class Queue(UnwrappedDispatchMode):
 
     def _run_pending(self) -> None:
         """Runs what was deferred, and writes what is alive."""
+        if self._ranks is not None:
+            self._ranks.end_segment()
         calls, made, node = self._calls, self._slots.made, self._node
         if node is None or not self._slots.pending:
             if self._marked and self._ranks is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +39,27 @@ class Recording(Protocol):
         """Flushes; within, operators run at once instead of being deferred."""
 
 
+@dataclass
+class _Backward:
+    """A backward that runs.
+
+    Attributes:
+        leaves: in whose ``.grad`` it may leave something, by their ids.
+        old: the gradients that there were when it, or the segment, began, and their versions.
+    """
+
+    leaves: dict[int, torch.Tensor]
+    old: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
+
+    def changed(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """The leaves with other gradients now, and these."""
+        found = {key: (leaf, leaf.grad) for key, leaf in self.leaves.items() if leaf.grad is not None}
+        for key, (grad, version) in self.old.items():
+            if key in found and found[key][1] is grad and grad._version == version:
+                del found[key]
+        return found
+
+
 class Ranks:
     """Runs the segments of a step's calls.
 
@@ -70,6 +92,7 @@ class Ranks:
         self._unreduced: dict[int, torch.Tensor] = {}  # those whose gradients are each rank's own between segments
         self._call = self._fn, args, kwargs
         self._met: dict[Any, torch.Tensor] = {}
+        self._backwards: list[_Backward] = []  # that run now
         if self._first:
             self._initial = InitialState(Snapshot(*self._call))
             self._initial.fill()
@@ -155,6 +178,14 @@ class Ranks:
         if left:
             self._graded |= {id(leaf): leaf for leaf, _ in left}
             self._queue.mark(Mark("segment begins"), [tensor for pair in left for tensor in pair])
+        for backward in self._backwards:
+            self._begin_backward(backward)
+
+    def end_segment(self) -> None:
+        """Before what is deferred runs: a backward that goes on in the next segment is two."""
+        for backward in reversed(self._backwards):
+            if backward.changed():
+                self._end_backward(backward)
 
     def dropped(self) -> None:
         """Ends a segment that has marks but nothing to run: the gradients it noted stay each rank's own."""
@@ -202,27 +233,35 @@ class Ranks:
 
     def _backward(self) -> Callable[..., None]:
         """`torch.autograd.backward`, which says which gradients it leaves."""
-        run, mark = original(torch.autograd, "backward"), self._queue.mark
+        run = original(torch.autograd, "backward")
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            leaves = _leaves_behind([*tensors] if isinstance(tensors, Sequence) else [tensors])
-            old = {key: (leaf.grad, leaf.grad._version) for key, leaf in leaves.items() if leaf.grad is not None}
-            mark(Mark("backward begins"), [grad for grad, _ in old.values()])
-            run(tensors, *args, **kwargs)
-            there = {key: index for index, key in enumerate(old)}
-            new = {key: (leaf, leaf.grad) for key, leaf in leaves.items() if leaf.grad is not None}
-            for key, (grad, version) in old.items():
-                if key in new and new[key][1] is grad and grad._version == version:
-                    del new[key]
-            for leaf, grad in new.values():
-                if grad.layout is not torch.strided:
-                    raise self._executor.sparse_gradient(self._source(leaf), user_line())
-            self._graded |= {key: leaf for key, (leaf, _) in new.items()}
-            self._since |= dict.fromkeys(new, self._provenance.updates)
-            left = [tensor for pair in new.values() for tensor in pair]
-            mark(Mark("backward ends", tuple(map(there.get, new))), left)
+            roots = [*tensors] if isinstance(tensors, Sequence) else [tensors]
+            self._backwards.append(_Backward(_leaves_behind(roots)))
+            try:
+                self._begin_backward(self._backwards[-1])
+                run(tensors, *args, **kwargs)
+                self._end_backward(self._backwards[-1])
+            finally:
+                self._backwards.pop()
 
         return backward
+
+    def _begin_backward(self, backward: _Backward) -> None:
+        grads = {key: leaf.grad for key, leaf in backward.leaves.items() if leaf.grad is not None}
+        backward.old = {key: (grad, grad._version) for key, grad in grads.items()}
+        self._queue.mark(Mark("backward begins"), [*grads.values()])
+
+    def _end_backward(self, backward: _Backward) -> None:
+        new, old = backward.changed(), backward.old
+        there = {key: index for index, key in enumerate(old)}
+        for leaf, grad in new.values():
+            if grad.layout is not torch.strided:
+                raise self._executor.sparse_gradient(self._source(leaf), user_line())
+        self._graded |= {key: leaf for key, (leaf, _) in new.items()}
+        self._since |= dict.fromkeys(new, self._provenance.updates)
+        left = [tensor for pair in new.values() for tensor in pair]
+        self._queue.mark(Mark("backward ends", tuple(map(there.get, new))), left)
 
     def _whole(self, world: Snapshot) -> list[tuple[Input, torch.Tensor]]:
         """What this rank has whole when a call begins, besides the batch."""
