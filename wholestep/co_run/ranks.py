@@ -51,6 +51,11 @@ class _Backward:
     leaves: dict[int, torch.Tensor]
     old: dict[int, tuple[torch.Tensor, int]] = field(default_factory=dict)
 
+    def begin(self) -> None:
+        """Takes note of the gradients that there are."""
+        grads = {key: leaf.grad for key, leaf in self.leaves.items() if leaf.grad is not None}
+        self.old = {key: (grad, grad._version) for key, grad in grads.items()}
+
     def changed(self) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """The leaves with other gradients now, and these."""
         found = {key: (leaf, leaf.grad) for key, leaf in self.leaves.items() if leaf.grad is not None}
@@ -179,13 +184,14 @@ class Ranks:
             self._graded |= {id(leaf): leaf for leaf, _ in left}
             self._queue.mark(Mark("segment begins"), [tensor for pair in left for tensor in pair])
         for backward in self._backwards:
-            self._begin_backward(backward)
+            self._mark_begin(backward)
 
     def end_segment(self) -> None:
         """Before what is deferred runs: a backward that goes on in the next segment is two."""
-        for backward in reversed(self._backwards):
-            if backward.changed():
-                self._end_backward(backward)
+        if any(backward.changed() for backward in self._backwards):
+            for backward in reversed(self._backwards):
+                self._mark_end(backward)
+                backward.begin()
 
     def dropped(self) -> None:
         """Ends a segment that has marks but nothing to run: the gradients it noted stay each rank's own."""
@@ -237,22 +243,22 @@ class Ranks:
 
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             roots = [*tensors] if isinstance(tensors, Sequence) else [tensors]
-            self._backwards.append(_Backward(_leaves_behind(roots)))
+            this = _Backward(_leaves_behind(roots))
+            this.begin()
+            self._mark_begin(this)
+            self._backwards.append(this)
             try:
-                self._begin_backward(self._backwards[-1])
                 run(tensors, *args, **kwargs)
-                self._end_backward(self._backwards[-1])
+                self._mark_end(this)
             finally:
                 self._backwards.pop()
 
         return backward
 
-    def _begin_backward(self, backward: _Backward) -> None:
-        grads = {key: leaf.grad for key, leaf in backward.leaves.items() if leaf.grad is not None}
-        backward.old = {key: (grad, grad._version) for key, grad in grads.items()}
-        self._queue.mark(Mark("backward begins"), [*grads.values()])
+    def _mark_begin(self, backward: _Backward) -> None:
+        self._queue.mark(Mark("backward begins"), [grad for grad, _ in backward.old.values()])
 
-    def _end_backward(self, backward: _Backward) -> None:
+    def _mark_end(self, backward: _Backward) -> None:
         new, old = backward.changed(), backward.old
         there = {key: index for index, key in enumerate(old)}
         for leaf, grad in new.values():
