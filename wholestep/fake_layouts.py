@@ -32,6 +32,7 @@ from wholestep.torch_compat import (
 # Shape, stride, dtype and device of each tensor among a call's results; None for one in an operand's memory.
 Layouts = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] | None, ...]
 
+PIVOTS = frozenset({"pivots", "LU_pivots"})  # arguments of `lu_solve`, `ldl_solve`, `lu_unpack`
 LARGEST = 1 << 28  # bytes of the tensors that a kernel is tried on
 _MOST = 1 << 16  # signatures kept
 
@@ -260,6 +261,7 @@ def run_kernel(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], A
         return None  # kernels do not all check that there is an element 0
     try:
         given = scratch_tensors(args), scratch_tensors(kwargs)
+        fill_pivots(func, given[0])
         if torch.Tag.nondeterministic_seeded in operator_of(func).tags and _takes_generator(func):
             given[1]["generator"] = torch.Generator()
         with torch.no_grad():
@@ -282,6 +284,13 @@ def scratch_tensors(tree: Any) -> Any:
     return map_leaves(_scratch, tree)
 
 
+def fill_pivots(func: Any, args: Sequence[Any]) -> None:
+    """Gives LAPACK's pivots among a call's scratch tensors the value at which they begin: 1."""
+    for argument, given in zip(operator_of(func)._schema.arguments, args, strict=False):
+        if argument.name in PIVOTS and isinstance(given, torch.Tensor):
+            given.fill_(1)
+
+
 def _scratch(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         plain = leaf.layout == torch.strided and leaf.device.type != "meta" and not leaf.is_neg()
@@ -292,7 +301,7 @@ def _scratch(leaf: Any) -> Any:
             there = min(leaf.untyped_storage().nbytes(), LARGEST) // leaf.itemsize
             made = torch.empty(there, dtype=leaf.dtype, device=leaf.device)
             made = made.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset())
-        made.fill_(leaf.dtype is torch.int32)  # pivots of LAPACK begin at 1 and are not checked; indices begin at 0
+        made.zero_()  # an index of which kernels do not all check that it is in bounds
         return made.conj() if leaf.is_conj() else made
     known = leaf is None or isinstance(leaf, (bool, int, float, complex, str)) or type(leaf).__module__ == "torch"
     if not known or isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):

@@ -566,3 +566,30 @@ def test_statistics_of_fake_quantisation_take_their_size_at_once() -> None:
     assert_same_run(make, 4, ws.compile)
     with pytest.raises(CaptureError, match="by rows resizes its statistics"):
         assert_same_run(make)
+
+
+def test_kernels_are_tried_on_indices_and_pivots_that_are_in_bounds() -> None:
+    """Not all of them check: of int32, an index of 1 is out of bounds in one row, a pivot of 0 in LAPACK."""
+    fake_layouts._known.clear()
+
+    def lookup(weight: Tensor, rows: Tensor) -> Tensor:
+        return F.embedding_bag(rows, weight, torch.zeros_like(rows), mode="sum").sum()
+
+    def solve(a: Tensor) -> Tensor:
+        factors, pivots = torch.linalg.lu_factor(a)
+        return torch.linalg.lu_solve(factors, pivots, a).sum() + torch.lu_unpack(factors, pivots)[1].sum()
+
+    row, rows = torch.zeros(1, dtype=torch.int32), torch.tensor([2, 0], dtype=torch.int32)
+    cases = (lookup, (torch.ones(1, 1), row)), (lookup, (torch.randn(3, 2), rows)), (solve, (torch.eye(3),))
+    for fn, args in cases:
+
+        def make(seed: int, fn: Any = fn, args: tuple[Tensor, ...] = args) -> World:
+            leaf = args[0].clone().requires_grad_()
+
+            def step() -> Tensor:
+                fn(leaf, *args[1:]).backward()
+                return leaf.grad
+
+            return World(step=step, watch={"leaf": leaf})
+
+        assert_same_run(make, 3, partial(ws.compile, fullgraph=True))

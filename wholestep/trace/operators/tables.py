@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from wholestep.errors import UnsupportedError
-from wholestep.fake_layouts import CannotTry, scratch_tensors
+from wholestep.fake_layouts import CannotTry, fill_pivots, scratch_tensors
 from wholestep.functional import (
     Functionalized,
     argument_names,
@@ -234,7 +234,9 @@ def kernels_error(
         return None
     with no_modes():
         try:
-            func(*stand_in(args), **stand_in(kwargs))
+            given = stand_in(args), stand_in(kwargs)
+            fill_pivots(func, given[0])
+            func(*given[0], **given[1])
         except CannotTry:
             return None
         except Exception as error:
