@@ -107,7 +107,9 @@ class Queue(UnwrappedDispatchMode):
             return func(*args, **kwargs)
         if args and not facts.random and self._is_small(args):
             if self._ranks is not None:
-                self._counts += [(tensor, tensor.clone()) for tensor in self._written(facts, args, kwargs)]
+                for tensor in self._written(facts, args, kwargs):
+                    self._counts.append((tensor, tensor.clone()))
+                    self._ranks.meet(tensor, place_of(tensor))
             return func(*args, **kwargs)
         key, node = self.looked_up(facts, args, kwargs, facts.any_float)
         if node is MISSING:

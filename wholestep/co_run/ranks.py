@@ -133,7 +133,7 @@ class Ranks:
     # what the queue asks -------------------------------------------------------------------------------------
 
     def meet(self, tensor: torch.Tensor, place: Any) -> None:
-        """Notes a tensor from before the segment that it reads."""
+        """Notes a tensor from before the segment that it reads, or that was written at once."""
         self._met[place] = tensor
 
     def note(self) -> NodeInfo:

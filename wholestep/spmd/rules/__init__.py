@@ -48,7 +48,8 @@ def reads_flat_memory(target: object) -> bool:
     """
     if is_on_lists(target):
         return "::_fused_" in target._schema.name  # type: ignore[attr-defined]
-    return name_of(target) in TABLE.keys() - _OF_ANY_STRIDES
+    name = name_of(target)
+    return name in TABLE and name not in _OF_ANY_STRIDES
 
 
 def register_sharding(*targets: OpOverload) -> Callable[[Rule], Rule]:
