@@ -197,7 +197,7 @@ EVENTS: dict[str, Callable[[Loop, int], Any]] = {
         lambda run, number: run.model.last.weight.register_post_accumulate_grad_hook(halve)),
     "hook on a gradient": hooked(lambda run, number: run.model.last.weight.register_hook(lambda g: g * number)),
     "hook on the backward": hooked(lambda run, number: run.model.last.register_full_backward_hook(
-        lambda module, grads, outs: (grads[0] * 2,))),
+        lambda module, grads, outs: (grads[0] if grads[0] is None else grads[0] * 2,))),
     "hook on the update": hooked(lambda run, number: run.opt.register_step_pre_hook(
         lambda opt, args, kwargs: run.state.log.append("update"))),
     "hook that counts": hooked(

@@ -88,7 +88,7 @@ LAYERS: dict[str, Callable[[Net, Tensor], Tensor]] = {
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "sgd": lambda p: optim.SGD(p, lr=0.1),
     "momentum": lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "fused sgd": lambda p: optim.SGD(p, lr=0.1, momentum=0.5, fused=True),
+    "fused sgd": lambda p: optim.SGD(p, lr=0.1, weight_decay=0.01, fused=True),
     "adam": lambda p: optim.Adam(p, lr=0.01, foreach=False),
     "adamw": lambda p: optim.AdamW(p, lr=0.01, foreach=True, amsgrad=True),
     "fused adamw": lambda p: optim.AdamW(p, lr=0.01, fused=True),
