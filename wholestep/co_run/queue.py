@@ -105,6 +105,8 @@ class Queue(UnwrappedDispatchMode):
             return self._at_once(facts, args, kwargs)
         if self._undeferred:
             return func(*args, **kwargs)
+        if self._ranks is not None:
+            self._begin_segment()  # which gives gradients that are each rank's own their slots
         if args and not facts.random and self._is_small(args):
             if self._ranks is not None:
                 for tensor in self._written(facts, args, kwargs):
