@@ -17,7 +17,7 @@ from wholestep.aot_autograd import step_memory
 FIRST = int(os.environ.get("WHOLESTEP_TEST_SEED", "0"))
 # From 32 on, each has found something: parameters that are keys, state that begins with a rate, gradients that are
 # penalised under a memory budget, casts that a region keeps.
-QUICK = [3, 9, 10, 11, 12, 13, 14, 22, 25, 30, 32, 34, 53, 54, 922]
+QUICK = [3, 9, 10, 11, 12, 13, 32, 53, 54, 922]
 SEEDS = range(FIRST, FIRST + 600) if os.environ.get("WHOLESTEP_TEST_LONG") else QUICK
 
 
