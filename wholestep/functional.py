@@ -15,6 +15,12 @@ from wholestep.torch_compat import OpOverload, wait_collective
 
 # Views whose schema does not say so.
 HIDDEN_VIEWS = {"_unsafe_view", "unsafe_split", "unsafe_split_with_sizes"}
+# Operators that write to arguments although their schema does not say so: positions, given the arguments.
+HIDDEN_WRITES: dict[Any, tuple[int, ...]] = {
+    torch.ops.aten.native_batch_norm.default: (3, 4),
+    torch.ops.aten.cudnn_batch_norm.default: (3, 4),
+    torch.ops.aten.miopen_batch_norm.default: (3, 4),
+}
 
 
 # Where an offset stands among the arguments. Operators count it from the start of the memory, a graph from the

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from wholestep.functional import argument_names, base_name, written_arguments
+from wholestep.functional import HIDDEN_WRITES, argument_names, base_name, written_arguments
 from wholestep.torch_compat import HigherOrderOperator, OpOverload, has_native_kernel
 from wholestep.trace.operators.tables import (
     CAST_INSIDE,
     GRAD_SENSITIVE,
-    HIDDEN_WRITES,
     SHAPE_FROM_DATA,
     is_cast_inside,
     is_differentiated_inside,

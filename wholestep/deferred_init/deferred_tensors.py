@@ -9,6 +9,7 @@ import gc
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from wholestep.deferred_init.records import (
     Given,
     Record,
     Write,
+    checksum,
     draw,
     fill_storage,
     needed,
@@ -30,14 +32,16 @@ from wholestep.deferred_init.records import (
     storage_of,
     values_of,
 )
-from wholestep.functional import argument_names, base_name, bound_arguments, is_view, written_arguments
+from wholestep.functional import HIDDEN_WRITES, argument_names, base_name, bound_arguments, is_view, written_arguments
 from wholestep.nested import map_leaves, tensors_of
 from wholestep.tensor_parts import Part, give_data
 from wholestep.torch_compat import TorchDispatchMode, plain_subclasses, plain_torch_function, storage_id, storage_uses
 
 # Methods that read memory without an operator.
-RAW = {getattr(torch.Tensor, name) for name in ("numpy", "tolist", "__array__", "data_ptr", "__repr__", "__deepcopy__",
-                                                 "__reduce_ex__", "__dlpack__")} | {torch.tensor}  # fmt: skip
+_METHODS = "numpy tolist __array__ data_ptr __repr__ __deepcopy__ __reduce_ex__ __dlpack__ apply_ map_"
+RAW = {getattr(torch.Tensor, name) for name in _METHODS.split()} | {torch.tensor}
+# Within `deferred()` also what gives the memory itself away: to pickle, to share, to read.
+MEMORY = {torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor.share_memory_}
 
 active = threading.local()
 
@@ -183,7 +187,7 @@ def deferred() -> Iterator[None]:
 
 class _RawReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in RAW:
+        if func in RAW | MEMORY:
             for tensor in tensors_of((args, kwargs or {})):
                 fill(tensor)
         return func(*args, **kwargs or {})
@@ -199,35 +203,50 @@ class _Recording(TorchDispatchMode):
         given = list(tensors_of((args, kwargs)))
         bound = bound_arguments(func, args, kwargs)
         written = list(tensors_of([bound.get(names[i]) for i in written_arguments(func)]))
+        if any(one.is_inference() for one in given):  # whose composite operators come as they are
+            with self:
+                found = func.decompose(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
         known = [one for one in given if record_of(one) is not None]
         for one in known:
-            self._lend(one.untyped_storage())
+            self._lend(storage_of(one))
+        changes_view = torch.Tag.inplace_view in func.tags
+        if changes_view and not base_name(func).startswith("resize_"):
+            return func(*args, **kwargs)  # of its object alone: `t_`, or `set_`, by which parametrizations write
+        declares = func.namespace == "aten" and func not in HIDDEN_WRITES and not changes_view
         target = torch.device(kwargs.get("device") or (given[0].device if given else "cpu"))
         here = target.type == "cpu" and all(one.device.type in ("cpu", "meta") for one in given)
         makes = "device" in names and base_name(func) != "_to_copy" and not written
-        if here and (makes or known) and all(record_of(one) is not None for one in written):
+        read = [one for one in given if record_of(one) is None and _nbytes(one) >= LIMIT]
+        declares &= makes or not read or base_name(func) == "copy_"  # whose results depend on what may be written soon
+        if here and declares and (makes or known) and all(record_of(one) is not None for one in written):
             if is_view(func) and known:
                 return func(*args, **kwargs)
-            found = self._record(func, args, kwargs, written, small=not known)
+            found = self._record(func, args, kwargs, written, makes, small=not known)
             if found is not None:
                 return found[0]
-        for one in written:
+        for one in written if declares else known:
             fill(one)
         return func(*map_leaves(_with_values, args), **map_leaves(_with_values, kwargs))
 
-    def _record(self, func: Any, args: Any, kwargs: Any, written: list[Any], small: bool) -> tuple[Any] | None:
+    def _record(
+        self, func: Any, args: Any, kwargs: Any, written: list[Any], makes: bool, small: bool
+    ) -> tuple[Any] | None:
         """Records a call, and gives what it gives, without values; None for one whose results' sizes need values.
 
         Args:
-            small: small results are none to record.
+            makes: its tensors are read for their sizes and types alone; small: small results are none to record.
         """
         originals: dict[int, torch.Tensor] = {}
+        copies: list[torch.Tensor] = []
 
         def on_meta(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             made = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
             originals[id(made)] = leaf
+            copies.append(made)
             return made
 
         meta = {"device": torch.device("meta")} if "device" in argument_names(func) else {}
@@ -237,19 +256,23 @@ class _Recording(TorchDispatchMode):
         except (NotImplementedError, RuntimeError):
             return None
         fresh = [one for one in tensors_of(result) if id(one) not in originals]
-        if not (fresh or written) or (small and sum(one.nbytes for one in fresh) < LIMIT):
+        if any(one.size() != originals[id(one)].size() for one in copies):
+            return None  # what `out=` is has been resized
+        if not (fresh or written) or (small and sum(map(_nbytes, fresh)) < LIMIT):
             return None
         made = {id(one): self._without_values(one) for one in fresh}
         first = written[0] if written and base_name(func) in _OVERWRITE else None
         record = record_of(first) if first is not None else None
-        whole = record is not None and first is not None and first.numel() * first.itemsize == record.nbytes
+        whole = record is not None and first is not None and _nbytes(first) == record.nbytes
+        whole &= all(record_of(one) is not record for one in tensors_of((args[1:], kwargs)))
         random = torch.Tag.nondeterministic_seeded in func.tags
         generator = kwargs.get("generator") or torch.default_generator
         results = [ref_of(made[id(one)]) if id(one) in made else None for one in tensors_of(result)]
         kept = {key: value for key, value in kwargs.items() if key != "generator"}
+        noted_args, noted_kwargs = map_leaves(partial(_noted, makes), (args, kept))
         write = Write(
-            next(numbers), func, map_leaves(_noted, args), map_leaves(_noted, kept), results,
-            record if whole else None, generator.get_state() if random else None,
+            next(numbers), func, noted_args, noted_kwargs, results,
+            record if whole else None, generator.get_state() if random else None, torch.get_default_dtype(),
         )  # fmt: skip
         if write.state is not None:  # whoever draws next is to find the generator where it would be
             generator.set_state(draw(write, replay(needed(write.reads, write.number), {}), write.state))
@@ -262,8 +285,9 @@ class _Recording(TorchDispatchMode):
 
     def _without_values(self, like: torch.Tensor) -> torch.Tensor:
         made = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
-        setattr(made.untyped_storage(), RECORD, Record(made.untyped_storage().nbytes()))
-        self.storages.append(made.untyped_storage())
+        storage = storage_of(made)
+        setattr(storage, RECORD, Record(storage.nbytes()))
+        self.storages.append(storage)
         return made
 
     def _lend(self, storage: torch.UntypedStorage) -> None:
@@ -289,13 +313,17 @@ class _Recording(TorchDispatchMode):
                     fill_storage(storage)
 
 
-def _noted(leaf: Any) -> Any:
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.itemsize  # of the whole, if it is sparse
+
+
+def _noted(makes: bool, leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     if record_of(leaf) is not None:
         return ref_of(leaf)
-    kept = leaf.detach().clone() if leaf.nbytes < LIMIT else leaf
-    return Given(kept, kept._version)
+    kept = leaf.detach().clone() if _nbytes(leaf) < LIMIT else leaf
+    return Given(kept, None if makes else checksum(kept))
 
 
 def _with_values(leaf: Any) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import mmap
 import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +18,12 @@ import torch
 from wholestep.functional import base_name
 from wholestep.nested import leaves, map_leaves, tensors_of
 from wholestep.tensor_parts import Part
-from wholestep.torch_compat import dispatch_modes_off, plain_subclasses
+from wholestep.torch_compat import dispatch_modes_off, function_modes_disabled, plain_subclasses
 
 RECORD = "wholestep_record"  # the attribute of a storage
 
 numbers = itertools.count()
-_generator_lock = threading.RLock()
+_process_lock = threading.RLock()  # around changes of the process: its generator's state, its default type
 _known: weakref.WeakSet[Record] = weakref.WeakSet()
 
 
@@ -54,10 +56,14 @@ class Ref:
 
 @dataclass(frozen=True)
 class Given:
-    """A tensor that had its values when an operator read it: a copy, or, if it is large, the tensor itself."""
+    """A tensor that had its values when an operator read it: a copy, or, if it is large, the tensor itself.
+
+    Attributes:
+        checksum: of its values, which may also be those of an array or of a file; None if they are not read.
+    """
 
     tensor: torch.Tensor
-    version: int
+    checksum: int | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +76,7 @@ class Write:
         made: for each tensor that it gives, where that is to be; None for an argument.
         overwrites: the record of which it leaves nothing.
         state: of the generator, for a random operator.
+        default_dtype: when it was called, of what names no type; libraries change it while they make a model.
     """
 
     number: int
@@ -79,6 +86,7 @@ class Write:
     made: list[Ref | None]
     overwrites: Record | None
     state: torch.Tensor | None
+    default_dtype: torch.dtype
 
     @property
     def reads(self) -> Iterator[Record]:
@@ -91,8 +99,7 @@ def record_of(tensor: torch.Tensor) -> Record | None:
     """What a tensor without values is to hold; None for an ordinary one."""
     if tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return None
-    with plain_subclasses():
-        return getattr(tensor.untyped_storage(), RECORD, None)
+    return getattr(storage_of(tensor), RECORD, None)
 
 
 def any_deferred() -> bool:
@@ -109,7 +116,7 @@ def ref_of(tensor: torch.Tensor) -> Ref:
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
     """A tensor's storage, whatever its class."""
-    with plain_subclasses():
+    with function_modes_disabled():
         return tensor.untyped_storage()
 
 
@@ -145,7 +152,7 @@ def _run(write: Write, memory: _Memory) -> None:
                 memory[leaf.record] = scratch(leaf.record.nbytes)
             return leaf.on(memory[leaf.record])
         if isinstance(leaf, Given):
-            if leaf.tensor._version != leaf.version:
+            if leaf.checksum not in (None, checksum(leaf.tensor)):
                 raise RuntimeError(
                     f"deferred(): a tensor {list(leaf.tensor.shape)} that {base_name(write.func)} read was changed "
                     "since: leave it as it is until the module has its values"
@@ -153,16 +160,30 @@ def _run(write: Write, memory: _Memory) -> None:
             return leaf.tensor
         return leaf
 
-    with torch.no_grad(), dispatch_modes_off():
+    with torch.no_grad(), dispatch_modes_off(), _default_dtype(write.default_dtype):
         result = write.func(*map_leaves(real, write.args), **map_leaves(real, write.kwargs))
         for ref, tensor in zip(write.made, tensors_of(result), strict=True):
             if ref is None:
                 continue
-            own = tensor.untyped_storage()
+            own = storage_of(tensor)
             if ref.record not in memory and own.nbytes() == ref.record.nbytes and _place(tensor) == ref.place:
                 memory[ref.record] = own
             else:
                 ref.on(memory.setdefault(ref.record, scratch(ref.record.nbytes))).copy_(tensor)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    now = torch.get_default_dtype()
+    if dtype == now:
+        yield
+        return
+    with _process_lock:
+        torch.set_default_dtype(dtype)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(now)
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -181,7 +202,7 @@ def replay(writes: Iterable[Write], memory: _Memory) -> _Memory:
 
 def draw(write: Write, memory: _Memory, state: torch.Tensor) -> torch.Tensor:
     """Runs a random call from a generator's state on; gives the state after it."""
-    with _generator_lock:
+    with _process_lock:
         now = torch.default_generator.get_state()
         torch.default_generator.set_state(state)
         try:
@@ -230,17 +251,23 @@ def origin(tensor: torch.Tensor) -> str:
         return ""
     if record.source is not None:
         return f" from {record.source[1]}"
-    words = [_said((one.func, one.args, one.kwargs, one.state)) for one in needed([record], float("inf"))]
+    calls = needed([record], float("inf"))
+    words = [_said((one.func, one.args, one.kwargs, one.state, one.default_dtype)) for one in calls]
     return f" made by calls with checksum {zlib.crc32(repr(words).encode()):08x}"
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Of a tensor's bytes, in their order."""
+    with torch.no_grad(), dispatch_modes_off(), function_modes_disabled():
+        dense = (tensor if tensor.layout is torch.strided else tensor.to_dense()).cpu().resolve_conj().resolve_neg()
+        dense = dense.contiguous()
+        return zlib.crc32((ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()))
 
 
 def _said(tree: Any) -> str:
     def said(leaf: Any) -> Any:
         if isinstance(leaf, Ref):
             return leaf.dtype, leaf.place
-        leaf = leaf.tensor if isinstance(leaf, Given) else leaf
-        if isinstance(leaf, torch.Tensor):
-            return zlib.crc32(leaf.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-        return str(leaf)
+        return leaf.checksum if isinstance(leaf, Given) else str(leaf)
 
     return repr(map_leaves(said, tree))

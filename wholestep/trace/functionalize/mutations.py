@@ -13,7 +13,7 @@ from torch import fx
 
 from wholestep.errors import UnsupportedError
 from wholestep.fake_layouts import run_kernel, scratch_tensors
-from wholestep.functional import OFFSETS, Functionalized, written_arguments
+from wholestep.functional import HIDDEN_WRITES, OFFSETS, Functionalized, written_arguments
 from wholestep.nested import map_leaves, tensors_of
 from wholestep.torch_compat import FakeTensor, OpOverload, no_modes
 from wholestep.trace.functionalize.aliases import Geometry, Ref
@@ -70,7 +70,7 @@ class Mutations:
 
     def record_undeclared(self, func: Any, args: Any, kwargs: Any) -> Any:
         """An operator that writes without saying so: its functional variant and its own results."""
-        positions = tables.HIDDEN_WRITES[func]
+        positions = HIDDEN_WRITES[func]
         written = self._written(func, args, kwargs, positions)
         self._refuse_meeting(func, written, args, kwargs)
         out = self.inputs.run(func, args, kwargs)

@@ -29,13 +29,7 @@ from wholestep.torch_compat import OpOverload, has_native_kernel, no_modes
 
 aten = torch.ops.aten
 
-# Operators that write to arguments although their schema does not say so: positions, given the arguments.
-HIDDEN_WRITES: dict[Any, tuple[int, ...]] = {
-    aten.native_batch_norm.default: (3, 4),
-    aten.cudnn_batch_norm.default: (3, 4),
-    aten.miopen_batch_norm.default: (3, 4),
-}
-# Position of `training` in the operators above: without it nothing is written.
+# Position of `training` in the operators that write without saying so: without it nothing is written.
 TRAINING_FLAG = 5
 
 # Operators whose kernel works differently when gradients are wanted (the LSTM keeps a workspace).

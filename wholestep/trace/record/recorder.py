@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from wholestep.capture import Snapshot
 from wholestep.errors import CaptureError, DataDependentError, UnsupportedError
-from wholestep.functional import UnderGrad, Waited, base_name, bound_arguments, parameters
+from wholestep.functional import HIDDEN_WRITES, UnderGrad, Waited, base_name, bound_arguments, parameters
 from wholestep.ir import set_info
 from wholestep.nested import leaves, map_leaves
 from wholestep.torch_compat import (
@@ -131,7 +131,7 @@ class Recorder(UnwrappedDispatchMode):
                 raise UnsupportedError(what, "check the data before it, or compile without fullgraph=True")
             if tables.is_differentiated_inside(func):
                 _refuse_gradients(func, args, kwargs)
-            if func in tables.HIDDEN_WRITES and tables.positional(func, args, kwargs)[tables.TRAINING_FLAG]:
+            if func in HIDDEN_WRITES and tables.positional(func, args, kwargs)[tables.TRAINING_FLAG]:
                 return self.mutations.record_undeclared(func, args, kwargs)
             if func._schema.is_mutable:
                 in_place_view = torch.Tag.inplace_view in func.tags
