@@ -8,8 +8,9 @@ JOBS   ?= 2
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-# files whose tests draw programs with hypothesis, and that of training loops, which are drawn from seeds
-PROPERTIES := $(shell grep -rl '^@given' tests --include='test_*.py') tests/property/test_random_loops.py
+# files whose tests draw programs with hypothesis, and those of training loops and of modules, which are drawn from seeds
+PROPERTIES := $(shell grep -rl '^@given' tests --include='test_*.py') tests/property/test_random_loops.py \
+	tests/parallel/test_random_inits.py
 NATIVE := $(wildcard setup.py wholestep/*/*/native/*.c wholestep/*/*/native/*.h)
 # torch goes first and by its range alone, so that pip prefers a CPU build where one is at hand
 TORCH  := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
