@@ -14,6 +14,7 @@ from torch import nn
 from wholestep import comm
 from wholestep.capture_call import capture
 from wholestep.comm.ops.functional_collectives import piece
+from wholestep.errors import UnsupportedError
 from wholestep.ir import Input, StepGraph, check, info
 from wholestep.spmd.expand.expand import expand
 from wholestep.spmd.mesh import AxisGroup
@@ -170,6 +171,30 @@ def test_tensor_parallel_layers_meet_once_in_each_direction() -> None:
         return loss
 
     assert counts(compare(step, model, torch.randn(6, 6), plan=plan)) == {"all_reduce": 1}
+
+
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "columns": lambda x: x.t().as_strided((5,), (2,), 1),
+    "copy": lambda x: torch.as_strided_copy(x.t(), (3,), (2,)),
+    "three dimensions": lambda x: x.view(4, 3, 2).permute(2, 0, 1).as_strided((3, 3), (5, 2)),
+    "with gaps": lambda x: x[:, ::2].as_strided((3,), (2,)),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_as_strided_counts_in_the_memory_of_one_device(name: str) -> None:
+    def step(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        made = (x @ weight).sin()
+        loss = VIEWS[name](made).pow(3).sum() + made.mean()
+        loss.backward()
+        return loss
+
+    weight = nn.Parameter(torch.randn(6, 6))
+    if name == "with gaps":
+        with pytest.raises(UnsupportedError, match=r"strides \[6, 2\], of which each rank has a part.*contiguous"):
+            compare(step, weight, torch.randn(4, 6))
+    else:
+        compare(step, weight, torch.randn(4, 6))
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from wholestep.comm.ops.functional_collectives import piece
-from wholestep.functional import is_wait
+from wholestep.errors import UnsupportedError
+from wholestep.functional import OFFSETS, is_wait
 from wholestep.ir import GETITEM, NodeInfo, info, is_dense
 from wholestep.nested import map_leaves
 from wholestep.spmd.expand.calls import Call, R, decomposition
@@ -154,11 +155,13 @@ class CallExpansion:
         return strategy
 
     def _operands(self, call: Call, strategy: Strategy, record: NodeInfo) -> list[fx.Node]:
-        """Where a strategy wants them, and without gaps for kernels that read flat memory.
+        """Where a strategy wants them, without gaps for kernels that read flat memory, as planned for `as_strided`.
 
         Columns of what is whole are copied then, on all ranks alike where pieces are unequal.
         """
         found = [self.at(self.sharded[o], p, record) for o, p in zip(call.operands, strategy.ins, strict=True)]
+        if call.target in OFFSETS:
+            found[0] = self._as_it_lay(found[0], call.values[0], record)
         if not reads_flat_memory(call.target):
             return found
         for index, (value, placement) in enumerate(zip(call.values, strategy.ins, strict=True)):
@@ -167,6 +170,23 @@ class CallExpansion:
             if gaps and (is_unequal(placement, value.shape, self.group) or not is_dense(local.shape, local.stride())):
                 found[index] = self._build(record).call(aten.clone.default, found[index])
         return found
+
+    def _as_it_lay(self, local: fx.Node, value: torch.Tensor, record: NodeInfo) -> fx.Node:
+        """A tensor in the order of memory that it has on one device: what collectives give is in that of reading.
+
+        Raises:
+            UnsupportedError: it has gaps there.
+        """
+        if info(local).value.stride() == value.stride():
+            return local
+        if not is_dense(value.shape, value.stride()):
+            raise UnsupportedError(
+                f"as_strided of a tensor {list(value.shape)} with strides {list(value.stride())}, of which each rank "
+                "has a part", "take it of a contiguous() tensor, or use another view", where=record.where)  # fmt: skip
+        order = sorted(range(value.dim()), key=value.stride, reverse=True)
+        build = self._build(record)
+        copy = build.clone(build.call(aten.permute.default, local, order))
+        return build.call(aten.permute.default, copy, [order.index(dim) for dim in range(value.dim())])
 
     def _build(self, record: NodeInfo) -> Build:
         return Build(self.graph, record, self.group, self._node_of)
