@@ -1,14 +1,17 @@
 """Checkpoints of transformers are read into parts, and written from parts; transformers reads them."""
 
+import copy
+import functools
 import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import tests.support.pretrained_ranks as programs
 import wholestep as ws
-from tests.support.deferred_ranks import llama
+from tests.support.deferred_ranks import experts, llama
 from wholestep.errors import CheckpointError
 from wholestep.testing import run_ranks
 
@@ -48,6 +51,51 @@ def test_parts_are_read_and_written(tmp_path):
         assert found["fully_shard"] and found["plan"] and found["later"]
         assert "not in the checkpoint: extra." in found["missing"] and found["unchanged"]
     assert equal(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "back"), model)
+
+
+def test_what_transformers_converts_while_it_loads(tmp_path):
+    model = experts()
+    model.save_pretrained(tmp_path / "given", max_shard_size="200KB")
+    names = set(ws.checkpoint.state_dict(tmp_path / "given"))
+    assert len([name for name in names if "experts.3" in name]) == 6
+    other = experts().bfloat16()
+    ws.load(tmp_path / "given", ws.compile(other))
+    assert equal(other, copy.deepcopy(model).bfloat16())
+    for found in run_ranks(programs.converted, 2, args=(str(tmp_path),)):
+        assert found == {"deferred": True, "later": True}
+    assert equal(transformers.MixtralForCausalLM.from_pretrained(tmp_path / "back"), model)
+    before = copy.deepcopy(other)
+    for lost, said in (
+        ("experts.2.w1", "transformers cannot make .*gate_up_proj"),
+        ("experts.2.", "is .3, 192, 64. there, .4"),
+    ):
+        for file in (tmp_path / "given").glob("*.safetensors"):
+            kept = {name: value for name, value in load_file(file).items() if f"1.block_sparse_moe.{lost}" not in name}
+            save_file(kept, file)
+        (tmp_path / "given" / "model.safetensors.index.json").write_text(
+            json.dumps(
+                {
+                    "weight_map": {
+                        name: file.name
+                        for file in (tmp_path / "given").glob("*.safetensors")
+                        for name in load_file(file)
+                    }
+                }
+            )
+        )
+        with pytest.raises(CheckpointError, match=said):
+            ws.load(tmp_path / "given", other)
+        assert equal(before, other)
+
+
+def test_names_that_transformers_changes_while_it_loads(tmp_path):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    make = functools.partial(transformers.BeitModel, transformers.BeitConfig(**sizes, image_size=32, patch_size=16))
+    model, other = make(), make()
+    model.save_pretrained(tmp_path)
+    assert set(ws.checkpoint.state_dict(tmp_path)) != set(model.state_dict())
+    ws.load(tmp_path, other)
+    assert equal(other, model)
 
 
 def test_mistakes(tmp_path):

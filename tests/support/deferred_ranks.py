@@ -25,6 +25,16 @@ def llama(tied: bool = True) -> nn.Module:
     return transformers.LlamaForCausalLM(config)  # type: ignore[no-any-return]
 
 
+def experts() -> nn.Module:
+    """A Mixtral of transformers, in whose checkpoints each expert has its own tensors."""
+    transformers = __import__("transformers")
+    config = transformers.MixtralConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=120, num_local_experts=4,
+    )  # fmt: skip
+    return transformers.MixtralForCausalLM(config)  # type: ignore[no-any-return]
+
+
 def made(make: Any, lazily: bool) -> nn.Module:
     torch.manual_seed(5)
     with deferred() if lazily else nullcontext():

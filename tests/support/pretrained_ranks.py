@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import wholestep as ws
-from tests.support.deferred_ranks import llama, tokens, train_step
+from tests.support.deferred_ranks import experts, llama, tokens, train_step
 from wholestep import comm
 from wholestep.checkpoint.load import Reader
 from wholestep.errors import CheckpointError
@@ -30,6 +30,25 @@ def sharded(model: nn.Module) -> nn.Module:
     for layer in model.model.layers:  # type: ignore[union-attr]
         fully_shard(layer)
     return fully_shard(model)
+
+
+def converted(folder: str) -> dict[str, Any]:
+    """Loads what transformers converts, in two ways, and saves it."""
+    given, found, reference = Path(folder) / "given", dict[str, Any](), experts()
+    ws.load(given, reference)
+    want = reference.state_dict()
+    with deferred():
+        model = experts()
+    for name, one, load_first in (("deferred", model, True), ("later", experts(), False)):
+        if load_first:
+            ws.load(given, one)
+        sharded(one)
+        if not load_first:
+            ws.load(given, one)
+        have = ws.full_state_dict(one)
+        found[name] = have.keys() == want.keys() and all(torch.equal(have[key], want[key]) for key in want)
+    ws.checkpoint.save_pretrained(Path(folder) / "back", model)
+    return found
 
 
 def parts(folder: str) -> dict[str, Any]:

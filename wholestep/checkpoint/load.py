@@ -21,6 +21,7 @@ from wholestep.checkpoint.state_names import (
     rebuild,
     tensors_of,
 )
+from wholestep.checkpoint.transformers_conversions import Conversion, converted
 from wholestep.checkpoint.transformers_format import index_of, omitted_aliases
 from wholestep.deferred_init import read_from, record_of
 from wholestep.errors import CheckpointError
@@ -45,6 +46,7 @@ class Reader:
         self.nbytes = 0
         self.advance: Callable[[int], None] = lambda nbytes: None
         self._open: dict[str, Any] = {}
+        self._last: tuple[Conversion, dict[str, torch.Tensor]] | None = None
 
     def part(self, kind: str, name: str) -> Part:
         """All of a tensor as a part."""
@@ -59,6 +61,9 @@ class Reader:
         saved = self.index[kind]["tensors"][name]
         if into is None:
             into = torch.empty(part.size, dtype=getattr(torch, saved["dtype"]))
+        if "conversion" in saved:
+            with torch.no_grad():
+                return into.copy_(self._converted(saved["conversion"])[name][part.slices])
         for block in saved["blocks"]:
             common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(part.spans, block["spans"], strict=True)]
             if any(start >= stop for start, stop in common):
@@ -66,12 +71,20 @@ class Reader:
             there = tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(common, block["spans"], strict=True))
             here = tuple(slice(a - s, b - s) for (a, b), (s, _) in zip(common, part.spans, strict=True))
             file = self._file(block["file"])
-            found = file.get_slice(name)[there] if there else file.get_tensor(name)
+            key = saved.get("tensor", name)
+            found = file.get_slice(key)[there] if there else file.get_tensor(key)
             self.nbytes += found.nbytes
             self.advance(found.nbytes)
             with torch.no_grad():
                 into[here].copy_(found)
         return into
+
+    def _converted(self, conversion: Conversion) -> dict[str, torch.Tensor]:
+        """What a conversion makes, which is kept until another one is asked for."""
+        if self._last is None or self._last[0] is not conversion:
+            self._last = None
+            self._last = conversion, conversion.run(lambda name: self.whole("files", name))
+        return self._last[1]
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
@@ -122,6 +135,9 @@ class Loading:
         self.held = model_contents(model)
         self.saved: dict[str, Any] = reader.index["model"]
         if reader.index.get("omits_aliases"):
+            reader.index["files"] = {"tensors": self.saved["tensors"]}
+            names = {*self.held.tensors, *self.held.tree["aliases"]}
+            self.saved["tensors"] = converted(self.saved["tensors"], model, names)
             self.saved["aliases"] = omitted_aliases(self.held.tree["aliases"], self.saved["tensors"])
         self.state = Contents()
         self.names: dict[int, str] = {}
@@ -157,8 +173,7 @@ class Loading:
         wrong = [
             f"{name} is {saved} there, {list(held.part.shape)} in the model"
             for name, held in self.held.tensors.items()
-            if name in common
-            and (saved := self.saved["tensors"][self._source(name)]["shape"]) != list(held.part.shape)
+            if name in common and (saved := self.saved["tensors"][self._source(name)]["shape"]) != list(held.part.shape)
         ]
         found += _some("of another shape", wrong)
         tied = self.held.tree["aliases"].items()
