@@ -177,7 +177,7 @@ def test_a_step_does_not_wait_for_its_regions(fresh: Any, monkeypatch: pytest.Mo
     wait_for(fresh)
     with pytest.warns(match=r"stay as they were \(.*; .*\): CppCompileError: no room") as told:
         close(trained(Small, step), found)
-    assert len(told) == 1
+    assert ["stay as they were" in str(one.message) for one in told].count(True) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         close(trained(Small, compiled()), found)
