@@ -120,6 +120,16 @@ def test_odd_models_come_back_whole(tmp_path):
         ws.load(tmp_path, other)
 
 
+def test_weights_that_were_tied_by_their_data(tmp_path):
+    model, other = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    model[1].weight.data = model[0].weight.data
+    model.register_buffer("flat", model[0].weight.data.view(-1))
+    other.register_buffer("flat", torch.zeros(9))
+    ws.save(tmp_path, model)
+    ws.load(tmp_path, other)
+    assert equal(other.state_dict(), model.state_dict())
+
+
 def test_names_are_those_of_the_bare_model(tmp_path):
     bare = programs.net()
     wrapped = copy.deepcopy(bare)

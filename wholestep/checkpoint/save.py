@@ -183,18 +183,26 @@ def _write(folder: Path, mine: list[Block], contents: dict[str, Contents], ranks
         for name in dict.fromkeys(block.file for block in mine):
             here = [block for block in mine if block.file == name]
             tensors = {block.name: contents[block.kind].tensors[block.name].tensor for block in here}
-            save_file({key: _plain(t) for key, t in tensors.items()}, folder / name, {"format": "pt"})
+            taken: set[int] = set()
+            save_file({key: _plain(t, taken) for key, t in tensors.items()}, folder / name, {"format": "pt"})
             directory.sync(folder / name)
             sizes[name] = (folder / name).stat().st_size
             advance(sum(block.nbytes for block in here))
     return sizes
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """What the file takes: contiguous, in memory of its own."""
+def _plain(tensor: torch.Tensor, taken: set[int]) -> torch.Tensor:
+    """What the file takes: contiguous, in memory of its own.
+
+    Args:
+        taken: addresses of what it has already; weights that were tied by their `data` have one.
+    """
     tensor = tensor.detach().cpu()
     alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
-    return tensor if alone else tensor.clone(memory_format=torch.contiguous_format)
+    if not alone or tensor.data_ptr() in taken:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    taken.add(tensor.data_ptr())
+    return tensor
 
 
 def _index(blocks: list[Block], contents: dict[str, Contents], sizes: dict[str, int]) -> dict[str, Any]:
