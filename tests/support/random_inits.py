@@ -71,6 +71,7 @@ MAKE: dict[str, Callable[[Shape, int, int], Tensor]] = {
     "linspace": lambda s, i, j: torch.linspace(0, i, 24),
     "list": lambda s, i, j: torch.tensor([[i + k * 0.5] * 6 for k in range(4)]),
     "mask": lambda s, i, j: torch.triu(torch.full((6, 6), float("-inf")), 1),
+    "meta": lambda s, i, j: torch.zeros_like(torch.empty(s, device="meta"), device="cpu"),
     "multinomial": lambda s, i, j: torch.multinomial(torch.ones(30), 24),
     "normal": lambda s, i, j: torch.normal(torch.zeros(s), torch.ones(s)),
     "numpy": lambda s, i, j: torch.from_numpy(numpy.arange(24.0) * i),
