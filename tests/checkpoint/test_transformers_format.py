@@ -98,6 +98,25 @@ def test_names_that_transformers_changes_while_it_loads(tmp_path):
     assert equal(other, model)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.complex64, torch.float8_e8m0fnu])
+def test_types_that_few_have(dtype, tmp_path):
+    model, other = nn.Module(), nn.Module()
+    model.register_buffer("a", torch.arange(8, dtype=torch.uint8).view(dtype))
+    other.register_buffer("a", torch.zeros(8, dtype=torch.uint8).view(dtype))
+    for save in (lambda: save_file({"a": model.a}, tmp_path / "model.safetensors"), lambda: ws.save(tmp_path, model)):
+        save()
+        ws.load(tmp_path, other)
+        assert torch.equal(other.a.view(torch.uint8), model.a.view(torch.uint8))
+        other.a.view(torch.uint8).zero_()
+        (tmp_path / "model.safetensors").unlink(missing_ok=True)
+    model.a = torch.zeros(2, dtype=torch.complex128)
+    with pytest.raises(CheckpointError, match="a is torch.complex128, which safetensors files cannot give back"):
+        ws.save(tmp_path, model)
+    save_file({"a": torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="a is of type F4, which is not served"):
+        ws.load(tmp_path, other)
+
+
 def test_mistakes(tmp_path):
     model, other = llama(False), llama(False)
     ws.checkpoint.save_pretrained(tmp_path / "c", model, 200_000)

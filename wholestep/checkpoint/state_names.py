@@ -58,7 +58,8 @@ class Contents:
         """Takes in one tensor.
 
         Raises:
-            CheckpointError: it is sparse, quantized, not there yet, or the second of its name.
+            CheckpointError: it is sparse, quantized, not there yet, of a type that the files have not, or the second of
+                its name.
         """
         if name in self.tensors:
             raise CheckpointError(f"two tensors would be saved as {name}")
@@ -66,6 +67,10 @@ class Contents:
         kind = kind or ("a quantized" if tensor.is_quantized else "a sparse" if tensor.layout != torch.strided else "")
         if kind:
             raise CheckpointError(f"{name} is {kind} tensor: a dense one, with its shape, is required")
+        if tensor.dtype in (torch.complex128, torch.float4_e2m1fn_x2):
+            raise CheckpointError(
+                f"{name} is {tensor.dtype}, which safetensors files cannot give back: keep a view of it"
+            )
         self.tensors[name] = TensorPart(tensor, part_of(tensor) or Part.whole(tensor.shape), per_rank)
 
 

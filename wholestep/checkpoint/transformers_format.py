@@ -19,7 +19,9 @@ WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 # names of types in the header of a safetensors file
 _TYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
           "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool", "F8_E4M3": "float8_e4m3fn",
-          "F8_E5M2": "float8_e5m2"}  # fmt: skip
+          "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+          "F8_E5M2FNUZ": "float8_e5m2fnuz", "U16": "uint16", "U32": "uint32", "U64": "uint64",
+          "C64": "complex64"}  # fmt: skip
 
 
 def index_of(path: Path) -> tuple[Path, dict[str, Any]]:
@@ -47,7 +49,11 @@ def _index(path: Path, files: Iterable[str], places: Mapping[str, str] | None) -
             with safe_open(path / name, "pt") as file:
                 for key in file.keys():  # noqa: SIM118 - no dict
                     found = file.get_slice(key)
-                    shape, dtype = found.get_shape(), _TYPES[found.get_dtype()]
+                    shape, dtype = found.get_shape(), _TYPES.get(found.get_dtype())
+                    if dtype is None:
+                        raise CheckpointError(
+                            f"{path / name}: {key} is of type {found.get_dtype()}, which is not served"
+                        )
                     spans = [[0, size] for size in shape]
                     tensors[key] = {"dtype": dtype, "shape": shape, "blocks": [{"file": name, "spans": spans}]}
         except (OSError, SafetensorError) as error:
