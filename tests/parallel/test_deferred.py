@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import tests.support.deferred_ranks as programs
-from wholestep.deferred_init import part_values, record_of
+from wholestep.deferred_init import fill, part_values, record_of
 from wholestep.parallel import deferred, materialize
 from wholestep.tensor_parts import Part
 from wholestep.testing import run_ranks
@@ -59,6 +59,16 @@ def test_what_has_no_values_is_not_used():
     given += 1
     with pytest.raises(RuntimeError, match=r"a tensor \[200, 200\] that copy_ read was changed since"):
         materialize(copied)
+
+
+def test_what_shares_memory_gets_its_values_together():
+    with deferred():
+        layer = nn.Linear(200, 300)
+        layer.register_buffer("same", layer.weight.detach())
+    with pytest.raises(RuntimeError, match="has no values yet"):
+        layer.same.sum()
+    fill(layer.weight)
+    assert torch.equal(layer.same, layer.weight) and layer.same.data_ptr() == layer.weight.data_ptr()
 
 
 def test_ranks_train_as_with_models_made_whole():

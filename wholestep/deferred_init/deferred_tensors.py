@@ -71,7 +71,8 @@ class Guard(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if depth():
+        given = tensors_of((args, kwargs or {}))
+        if depth() or all(record_of(one) is None for one in given):  # another one in its memory got the values
             return plain_torch_function(func, types, args, kwargs or {})
         if func in RAW or func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
             raise _without_values("data" if func not in RAW else func.__name__, args)

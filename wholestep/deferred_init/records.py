@@ -97,9 +97,9 @@ class Write:
 
 def record_of(tensor: torch.Tensor) -> Record | None:
     """What a tensor without values is to hold; None for an ordinary one."""
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
-        return None
-    return getattr(storage_of(tensor), RECORD, None)
+    with function_modes_disabled():
+        on_cpu = tensor.layout is torch.strided and tensor.device.type == "cpu"
+        return getattr(tensor.untyped_storage(), RECORD, None) if on_cpu else None
 
 
 def any_deferred() -> bool:
