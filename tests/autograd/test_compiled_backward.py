@@ -338,7 +338,6 @@ def test_a_backward_that_is_lowered_while_another_is_captured_tries_its_kernels(
 
 def test_a_hook_on_a_saved_parameter_counts_in_an_object_of_its_own() -> None:
     """Which the call reaches by way of the parameter alone."""
-
     class Shapes:
         def __init__(self) -> None:
             self.seen: list[torch.Size] = []

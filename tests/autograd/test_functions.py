@@ -305,12 +305,8 @@ def saved(value: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-COPIES = {
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda v: pickle.loads(pickle.dumps(v)),
-    "save": saved,
-}
+COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy,
+          "pickle": lambda v: pickle.loads(pickle.dumps(v)), "save": saved}
 
 
 @pytest.mark.parametrize("how", COPIES)
@@ -555,10 +551,8 @@ assert any(type(o) is Compiled and o.captures for o in gc.get_objects()), "anoth
 def test_dynamo_knows_the_backend_by_name_where_the_package_is_installed(tmp_path: Path) -> None:
     """As installers write it: the entry points of pyproject.toml beside the package on the path."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf8"))["project"]
-    lines = [
-        f"[{group}]\n" + "\n".join(f"{k} = {v}" for k, v in names.items())
-        for group, names in project["entry-points"].items()
-    ]
+    lines = [f"[{group}]\n" + "\n".join(f"{k} = {v}" for k, v in names.items())
+             for group, names in project["entry-points"].items()]
     installed = tmp_path / "wholestep_test-0.dist-info"
     installed.mkdir()
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: wholestep-test\nVersion: 0\n", encoding="utf8")
@@ -701,9 +695,8 @@ def test_gradients_that_results_keep() -> None:
     for fn, after in [*cases, (leaf, lambda y: None), (leaf, lambda y: (y * 3).sum().backward())]:
         eager, *ours = _gradients_kept(fn, after)
         for found in ours:
-            assert found[:3] == eager[:3] and same(
-                [g for g in eager[3:] if g is not None], [g for g in found[3:] if g is not None]
-            )
+            assert found[:3] == eager[:3] and same([g for g in eager[3:] if g is not None],
+                                                   [g for g in found[3:] if g is not None])
             assert [g is None for g in eager] == [g is None for g in found]
 
 

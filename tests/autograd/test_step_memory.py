@@ -207,11 +207,8 @@ def test_ranks_send_what_they_sent(name):
 
 
 @settings(max_examples=8, deadline=None)
-@given(
-    st.sampled_from([0.1, 0.3, 0.5, 0.7]),
-    st.lists(st.sampled_from(range(7)), min_size=2, max_size=6),
-    st.sampled_from(range(50)),
-)
+@given(st.sampled_from([0.1, 0.3, 0.5, 0.7]), st.lists(st.sampled_from(range(7)), min_size=2, max_size=6),
+       st.sampled_from(range(50)))
 def test_any_step_keeps_its_bits(budget, kinds, seed):
     layers = [
         lambda x, w: torch.tanh(x @ w), lambda x, w: functional.dropout(x, 0.3), lambda x, w: x * x.sin(),

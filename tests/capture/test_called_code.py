@@ -193,17 +193,8 @@ def test_a_configuration_that_a_librarys_module_holds(library: ModuleType) -> No
     _equal(lambda x: model(x), lambda value: setattr(config, "scale", value))
 
 
-VARIABLES = [
-    "by_variable",
-    "by_table",
-    "by_class",
-    "by_helper",
-    "by_registry",
-    "by_list",
-    "by_object",
-    "by_own_table",
-    "by_decorated",
-]
+VARIABLES = ["by_variable", "by_table", "by_class", "by_helper", "by_registry", "by_list", "by_object", "by_own_table",
+             "by_decorated"]
 
 
 @pytest.mark.parametrize("function", VARIABLES)

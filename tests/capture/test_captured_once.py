@@ -279,7 +279,6 @@ def test_every_later_capture_says_why() -> None:
 
 def test_programs_that_take_turns_are_told_apart_without_a_walk() -> None:
     """Walking what a step can see takes milliseconds; that some object is another takes microseconds."""
-
     def accumulate(net: nn.Module, opt: optim.Optimizer, x: Tensor, last: bool) -> Tensor:
         if last:
             return zero_last(net, opt, x)
@@ -300,7 +299,6 @@ def test_programs_that_take_turns_are_told_apart_without_a_walk() -> None:
 
 def test_what_the_program_of_another_call_replaces_is_compared_without_a_walk() -> None:
     """`GradScaler.update` leaves a new table of states, which the calls that accumulate see."""
-
     def accumulate(net: nn.Module, opt: optim.Optimizer, scaler: GradScaler, x: Tensor, last: bool) -> None:
         scaler.scale(net(x).square().sum()).backward()
         if last:

@@ -185,9 +185,7 @@ def test_what_cannot_be_replayed_is_refused() -> None:
         weight.register_hook(lambda g: g)
 
     for step, what in (
-        (grows, r"L\['losses'\] grows by 1"),
-        (hides, r"L\['kept'\]\['later'\]"),
-        (cyclic, "contains itself"),
+        (grows, r"L\['losses'\] grows by 1"), (hides, r"L\['kept'\]\['later'\]"), (cyclic, "contains itself"),
         (hooks, r"a hook was added to L\['weight'\]"),
     ):
         with pytest.raises(LeakError, match=what):

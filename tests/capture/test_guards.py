@@ -188,8 +188,7 @@ def test_another_parameter_of_equal_metadata_binds() -> None:
     assert reason(binder, model, x) == "L['m'].fc.weight shape: expected [4, 4], found [4, 5]"
     model.fc.weight = model.layers[0].weight
     assert reason(binder, model, x) == (
-        "L['m'].fc.weight is L['m'].layers.0.weight: expected two objects, found the same one"
-    )
+        "L['m'].fc.weight is L['m'].layers.0.weight: expected two objects, found the same one")
 
 
 def test_duplicates() -> None:
@@ -224,18 +223,15 @@ def test_memory_shared_with_what_the_step_writes() -> None:
     model.fc.bias.data = flat[:4]
     _, binder = bound(step, model, opt, x, mutated=("L['model'].fc.bias",))
     passes(binder, model, opt, torch.zeros(8, 4))
-    assert (
-        reason(binder, model, opt, flat[4:36].view(8, 4))
-        == "L['model'].fc.bias shares memory with L['x']: expected False, found True"
-    )
+    assert reason(binder, model, opt, flat[4:36].view(8, 4)) == \
+        "L['model'].fc.bias shares memory with L['x']: expected False, found True"
 
 
 def test_arguments_and_plain_values() -> None:
     model, opt, x = ready()
     _, binder = bound(step, model, opt, x)
     assert reason(binder, model, opt, x, False) == (
-        "arguments: expected 3 by position and none by name, found 4 by position and none by name"
-    )
+        "arguments: expected 3 by position and none by name, found 4 by position and none by name")
     _, binder = bound(step, model, opt, x, flag=True)
     assert reason(binder, model, opt, x, flag=1) == "L['flag']: expected True, found 1"
     _, binder = bound(lambda x: x, {"a": [x, 1], "b": None})
@@ -459,8 +455,7 @@ OF_CLASSES: dict[str, tuple[Any, Any]] = {
     "set through a descriptor": (step_sets, lambda one: None),
     "read through a descriptor": (lambda one, x: x * one.described, lambda one: setattr(one, "described", 7.0)),
     "a descriptor's state": (
-        lambda one, x: x * one.described,
-        lambda one: setattr(vars(type(one))["described"], "factor", 5.0),
+        lambda one, x: x * one.described, lambda one: setattr(vars(type(one))["described"], "factor", 5.0)
     ),
     "a callable's state": (lambda one, x: one.added(x), lambda one: setattr(one.added, "term", 3.0)),
     "a module": (lambda one, x: one.linear(x), lambda one: nn.init.constant_(one.linear.weight, 0.75)),

@@ -95,16 +95,9 @@ def test_a_whole_step_is_undone() -> None:
 def test_containers_keep_identity_order_and_content() -> None:
     inner = [1, 2]
     things: dict[str, Any] = {
-        "list": inner,
-        "tuple": (inner, 3),
-        "set": {1, 2},
-        "deque": deque([1, 2], 4),
-        "pair": Pair(inner, 1),
-        "ordered": OrderedDict(a=1, b=2),
-        "default": defaultdict(list, a=[1]),
-        "slots": Slotted([1]),
-        "space": types.SimpleNamespace(a=[1]),
-        "batch": Batch(torch.ones(2), {"k": [1]}),
+        "list": inner, "tuple": (inner, 3), "set": {1, 2}, "deque": deque([1, 2], 4), "pair": Pair(inner, 1),
+        "ordered": OrderedDict(a=1, b=2), "default": defaultdict(list, a=[1]), "slots": Slotted([1]),
+        "space": types.SimpleNamespace(a=[1]), "batch": Batch(torch.ones(2), {"k": [1]}),
     }
     things["self"] = things
 
@@ -174,11 +167,7 @@ def test_lifted_numbers_come_back() -> None:
     groups = dict(opt.param_groups[0])
     snap = Snapshot(lambda o: o.step(), (opt,))
     assert {str(n.source).removeprefix("L['o'].param_groups[0]"): n.value for n in snap.numbers} == {
-        "['lr']": 1.0,
-        "['betas'][0]": 0.5,
-        "['betas'][1]": 0.75,
-        "['eps']": 1e-8,
-        "['initial_lr']": 0.25,
+        "['lr']": 1.0, "['betas'][0]": 0.5, "['betas'][1]": 0.75, "['eps']": 1e-8, "['initial_lr']": 0.25,
     }
     marks = [float(i) + 100 for i in range(len(snap.numbers))]
     snap.substitutes.lift(marks)
@@ -204,18 +193,12 @@ def test_a_cycle_of_objects_and_shared_modules_end() -> None:
 # random object graphs -------------------------------------------------------------------------------------
 
 PLAIN = st.one_of(st.integers(-2, 2), st.booleans(), st.sampled_from(["a", "b", 0.5, 1.0, None]))
-VALUES = st.recursive(
-    PLAIN,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
-        st.lists(inner, max_size=2).map(tuple),
-        st.lists(inner, max_size=3).map(deque),
-        st.dictionaries(st.sampled_from("abc"), inner, max_size=2).map(lambda d: types.SimpleNamespace(**d)),
-        st.just(0).map(lambda _: torch.zeros(2)),
-    ),
-    max_leaves=12,
-)
+VALUES = st.recursive(PLAIN, lambda inner: st.one_of(
+    st.lists(inner, max_size=3), st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    st.lists(inner, max_size=2).map(tuple), st.lists(inner, max_size=3).map(deque),
+    st.dictionaries(st.sampled_from("abc"), inner, max_size=2).map(lambda d: types.SimpleNamespace(**d)),
+    st.just(0).map(lambda _: torch.zeros(2)),
+), max_leaves=12)
 
 
 def holders(value: Any, found: list[Any] | None = None) -> list[Any]:
@@ -260,13 +243,10 @@ def mutate(holder: Any, how: int, value: Any) -> None:
         holder.append(value)
 
 
-@given(
-    st.dictionaries(st.sampled_from("abc"), VALUES, min_size=1),
-    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 2), VALUES), max_size=4),
-)
+@given(st.dictionaries(st.sampled_from("abc"), VALUES, min_size=1), st.lists(st.tuples(st.integers(0, 50),
+       st.integers(0, 2), VALUES), max_size=4))
 def test_random_graphs_are_restored_and_changes_are_guarded(
-    root: dict[str, Any], changes: list[tuple[int, int, Any]]
-) -> None:
+        root: dict[str, Any], changes: list[tuple[int, int, Any]]) -> None:
     def step(root: dict[str, Any]) -> None:
         """Reads anything."""
 
@@ -294,10 +274,8 @@ def _without_ids(value: Any) -> Any:
     return type(value)(_without_ids(v) for v in value) if isinstance(value, (tuple, list)) else value
 
 
-@given(
-    st.dictionaries(st.sampled_from("abc"), VALUES, min_size=1),
-    st.lists(st.tuples(st.integers(0, 50), st.integers(0, 2), VALUES), max_size=4),
-)
+@given(st.dictionaries(st.sampled_from("abc"), VALUES, min_size=1), st.lists(st.tuples(st.integers(0, 50),
+       st.integers(0, 2), VALUES), max_size=4))
 def test_random_changes_are_undone_and_done_again(root: dict[str, Any], changes: list[tuple[int, int, Any]]) -> None:
     def step(root: dict[str, Any]) -> None:
         for which, how, value in changes:

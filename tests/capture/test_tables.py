@@ -56,11 +56,8 @@ def test_what_is_compared(form):
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(range(3))), max_size=4),
-    st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(range(3))), max_size=4),
-    st.booleans(),
-)
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(range(3))), max_size=4),
+       st.lists(st.tuples(st.sampled_from("abcd"), st.sampled_from(range(3))), max_size=4), st.booleans())
 def test_both_forms_agree(was, now, ordered):
     before, after = dict(was), dict(now)
     values = tuple(ANY if value == 2 else value for value in before.values())

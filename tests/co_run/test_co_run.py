@@ -449,11 +449,8 @@ def test_who_overrides_torch_functions_is_told_as_in_eager(fullgraph):
     overrides, x, marked = torch.overrides, torch.ones(3), torch.ones(3).as_subclass(Marked)
 
     def step(value):
-        return [
-            overrides.has_torch_function_unary(value),
-            overrides.has_torch_function_variadic(value, 3),
-            overrides.has_torch_function((value,)),
-        ]
+        return [overrides.has_torch_function_unary(value), overrides.has_torch_function_variadic(value, 3),
+                overrides.has_torch_function((value,))]
 
     for value in (x, marked, 3):
         assert ws.compile(step, fullgraph=fullgraph)(value) == step(value)

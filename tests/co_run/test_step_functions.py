@@ -45,9 +45,8 @@ def test_what_is_logged_comes_after_each_call_with_real_values(reads: bool) -> N
         assert torch.equal(step(x), compiled(x))
         if reads:
             assert ours.pop(0) == eager[0]["loss"]  # read in the step, and so before what is logged
-        assert [entry["loss"] if isinstance(entry, dict) else entry for entry in ours] == [
-            entry["loss"] if isinstance(entry, dict) else entry for entry in eager
-        ]
+        assert [entry["loss"] if isinstance(entry, dict) else entry for entry in ours] == \
+            [entry["loss"] if isinstance(entry, dict) else entry for entry in eager]
         assert type(ours[0]["loss"]) is float and ours[0]["rows"] == 2 and torch.equal(ours[0]["out"], eager[0]["out"])
     assert bool(compiled.breaks) == reads and len(compiled.recompiles) <= 1
 

@@ -132,7 +132,6 @@ def test_traced_work_wait(form, recordings):
 
 def views():
     """In-place collectives on parts of tensors, inside of a compiled step and in eager."""
-
     def rows(y):
         comm.all_reduce(y[1:3])
 
@@ -160,7 +159,6 @@ def views():
     wrong = []
     for write in (rows, strided, apart, overlapping, of_a_view):
         for made in (True, False):
-
             def step(x):
                 y = x * 2 if made else x  # noqa: B023
                 write(y)  # noqa: B023

@@ -118,7 +118,7 @@ def test_random_chains(made: tuple[Any, list[Any]]) -> None:
     step, real = made
     for index, tensor in enumerate(real):
         if isinstance(tensor, torch.Tensor) and tensor.dim():
-            tensor.view(-1)[index::5] = 0.0  # as in a dead unit's gradient
+            tensor.view(-1)[index :: 5] = 0.0  # as in a dead unit's gradient
     with torch.no_grad(), patch.object(execution_order, "LARGE", 1):
         compare(step, [t.abs() if isinstance(t, torch.Tensor) else t for t in real], calls=2)
 

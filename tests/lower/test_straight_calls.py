@@ -65,7 +65,7 @@ def test_special_numbers_go_through_as_torchs() -> None:
     step, inputs = layer(32, 64, 64, False)
     for index, number in enumerate([math.inf, -math.inf, math.nan, -0.0, 1e-42]):
         inputs[0][index] = number
-        inputs[2][index::9] = number
+        inputs[2][index :: 9] = number
     compare(step, inputs)
 
 

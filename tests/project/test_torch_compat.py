@@ -484,9 +484,7 @@ def test_sizes_become_symbols_and_numbers_again():
     assert evaluated(7, {}) == 7 and env.conditions() == [] and env.only(columns) is None
     assert other == 4 and number > 5
     assert [(evaluated(guard, {rows: 3, columns: 4}), line) for guard, line in env.conditions()] == [
-        (True, "here"),
-        (False, "here"),
-    ]
+        (True, "here"), (False, "here")]
     assert env.only(columns) == (4, "here") and env.only(rows) is None
     assert size_symbol(env, "x.shape[2]", 1)[1] == 1
 

@@ -31,13 +31,8 @@ KINDS = ("leaf", "result", "result", "plain")
 def programs() -> st.SearchStrategy[Program]:
     small, position = st.sampled_from(range(4)), st.sampled_from(range(10))
     ops = [*VIEWS, *WRITES, *WRITES, *PURE, *PURE, "autograd_grad"]
-    spec = st.tuples(
-        st.sampled_from(range(len(SHAPES))),
-        small,
-        st.booleans(),
-        st.sampled_from([-1, -1, -1, 0, 1]),
-        st.sampled_from(range(24)),
-    ).map(InputSpec._make)
+    spec = st.tuples(st.sampled_from(range(len(SHAPES))), small, st.booleans(), st.sampled_from([-1, -1, -1, 0, 1]),
+                     st.sampled_from(range(24))).map(InputSpec._make)
     instruction = st.tuples(st.sampled_from(ops), position, position, small, small, st.booleans())
     return st.tuples(
         st.lists(spec, min_size=1, max_size=4).map(tuple),
@@ -93,18 +88,9 @@ def facts(tensors: list[Tensor], gradients: bool) -> list[Any]:
         base = t._base if t._is_view() else None
         places = [j for j, u in enumerate(tensors) if u is base]
         place = () if gradients else strides(t), t.storage_offset() - base.storage_offset() if places else 0
-        seen.append(
-            (
-                t.detach().clone(),
-                t.shape,
-                *place,
-                t.dtype,
-                first.setdefault(id(t), i),
-                memory.setdefault(t.untyped_storage().data_ptr(), i),
-                places,
-                _autograd(t, versions=not gradients),
-            )
-        )
+        seen.append((t.detach().clone(), t.shape, *place, t.dtype,
+                     first.setdefault(id(t), i), memory.setdefault(t.untyped_storage().data_ptr(), i), places,
+                     _autograd(t, versions=not gradients)))
     return seen
 
 

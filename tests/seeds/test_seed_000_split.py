@@ -189,5 +189,5 @@ def test_hf_bert_split() -> None:
 
 
 def test_another_split_is_refused() -> None:
-    with pytest.raises(ValueError, match="split is \"buckets\" or None, found 'layers'"):
+    with pytest.raises(ValueError, match='split is "buckets" or None, found \'layers\''):
         ws.compile(Toy(), split="layers")

@@ -405,7 +405,7 @@ def test_sequence_numbers_tie_backward_to_forward() -> None:
             pairs.setdefault(str(node.target), str(forward[info(node).seq].target))
     assert pairs["aten.convolution_backward.default"] == "aten.convolution.default"
     assert pairs["aten.threshold_backward.default"] == "aten.relu.default"
-    assert pairs["aten.native_batch_norm_backward.default"] == "functional(aten.native_batch_norm.default)"
+    assert pairs["aten.native_batch_norm_backward.default"]== "functional(aten.native_batch_norm.default)"
     assert pairs["aten.sgn.default"] == "aten.abs.default"
     order = [info(n).seq for n in backward if str(n.target) in pairs and "_backward" in str(n.target)]
     assert len(order) == 3 and order == sorted(order, reverse=True)

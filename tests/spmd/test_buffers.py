@@ -71,7 +71,6 @@ def test_buffers_that_share_memory_are_the_firsts():
 
 def _transposed() -> list[torch.Tensor]:
     """A collective of the user's own on a tensor that is not contiguous, in a step."""
-
     def step(x):
         y = x.t() * 1
         comm.all_reduce(y.t())

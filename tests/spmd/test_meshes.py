@@ -137,14 +137,8 @@ def order_of_collectives(make, rank, shape):
 
 @pytest.mark.parametrize(
     ("make", "shape"),
-    [
-        (wide, (2, 2)),
-        (turned, (2, 2)),
-        (at_the_edge, (2, 2)),
-        (with_nothing, (4, 2)),
-        (single_rows, (3, 3)),
-        (scattered, (2, 2)),
-    ],
+    [(wide, (2, 2)), (turned, (2, 2)), (at_the_edge, (2, 2)), (with_nothing, (4, 2)), (single_rows, (3, 3)),
+     (scattered, (2, 2))],
 )
 def test_ranks_of_axes_that_do_not_divide_call_all_collectives_in_one_order(make, shape):
     first, *others = (order_of_collectives(make, rank, shape) for rank in range(0, math.prod(shape), shape[1]))

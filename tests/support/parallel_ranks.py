@@ -396,10 +396,7 @@ UNEVEN: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[int]]] = {
 
 
 def trained_unevenly(
-    wrap: Callable[[nn.Module], Any],
-    make: Callable[[], nn.Module],
-    batches: list[int],
-    join: Any = None,
+    wrap: Callable[[nn.Module], Any], make: Callable[[], nn.Module], batches: list[int], join: Any = None,
     **options: Any,
 ) -> list[torch.Tensor]:
     """Losses on the way, parameters and buffers at the end. Each third iteration accumulates.

@@ -199,3 +199,4 @@ def everything(names: Iterable[str]) -> dict[str, Any]:
             found[name] = f"{type(error).__name__}: {error}"
             break  # the other ranks are elsewhere
     return found
+

@@ -1,6 +1,6 @@
 """The table of sharding rules: operator by operator, the ways in which one small call of it can run on parts.
 
-python -m tests.support.spmd_table > docs/spmd_rules.md
+    python -m tests.support.spmd_table > docs/spmd_rules.md
 """
 
 from __future__ import annotations

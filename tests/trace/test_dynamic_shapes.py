@@ -62,13 +62,8 @@ def test_a_trace_at_other_sizes_is_the_capture_of_those_sizes() -> None:
     assert templates.captures == 1
 
 
-@pytest.mark.parametrize(
-    "compile",
-    [
-        lambda m: ws.compile(m, dynamic=True, fullgraph=True),
-        lambda m: aot_function(m, "aten", partition_fn=min_cut_partition, dynamic=True),
-    ],
-)
+@pytest.mark.parametrize("compile", [lambda m: ws.compile(m, dynamic=True, fullgraph=True),
+                                     lambda m: aot_function(m, "aten", partition_fn=min_cut_partition, dynamic=True)])
 def test_a_module_inside_of_ordinary_autograd(compile: Any) -> None:
     torch.manual_seed(0)
     model = mlp(dropout=0.0)

@@ -333,15 +333,12 @@ def test_a_number_of_a_tensor_may_be_any_that_an_operator_takes(draw: Any) -> No
                 run(torch.tensor(5.0))
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda n: torch.sym_min(n, 0.3),
-        lambda n: torch.sym_max(0.3, n * float("nan")),
-        lambda n: torch._sym_sqrt(n) + torch.sym_float(n),
-        lambda n: torch.sym_sum([n, 1, n]),
-    ],
-)
+@pytest.mark.parametrize("function", [
+    lambda n: torch.sym_min(n, 0.3),
+    lambda n: torch.sym_max(0.3, n * float("nan")),
+    lambda n: torch._sym_sqrt(n) + torch.sym_float(n),
+    lambda n: torch.sym_sum([n, 1, n]),
+])
 def test_functions_of_torch_on_numbers(function: Callable[[Any], Any]) -> None:
     """As Dynamo writes Python's own: `min` of a number of a tensor is `torch.sym_min`."""
     compiled = ws.compile(lambda x: x * function(x.sum().item()), fullgraph=True)

@@ -428,7 +428,6 @@ OUTS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_strided_copies_into_views(name: str, offset: int | None) -> None:
     """Their offset counts from the beginning of memory, also before their operand, and what they copy is
     computed before it is written."""
-
     def step(x: Tensor) -> list[Tensor]:
         y = x * 2
         for source in (y + 1, y, y.t(), y.clone(), (y + 1)[1:, 1:], y[2:]):

@@ -285,10 +285,8 @@ def test_an_interrupt_while_patches_end() -> None:
             return 1
 
     owner = Owner()
-    with (
-        pytest.raises(KeyboardInterrupt),
-        patched([(owner, name, lambda: 2) for name in ("first", "second")], lambda: True),
-    ):
+    with pytest.raises(KeyboardInterrupt), \
+            patched([(owner, name, lambda: 2) for name in ("first", "second")], lambda: True):
         assert (owner.first(), owner.second()) == (2, 2)
         owner.interrupts = True
     assert (owner.first(), owner.second(), vars(owner)) == (1, 1, {"interrupts": False})

@@ -72,9 +72,8 @@ def mixup_ratio(seed: int) -> World:
         return loss
 
     batches = labelled(5)
-    return World(
-        step, [(*b, r) for b, r in zip(batches, (0.3, 0.7, 0.55, 0.1, 0.9), strict=True)], {"model": model, "opt": opt}
-    )
+    return World(step, [(*b, r) for b, r in zip(batches, (0.3, 0.7, 0.55, 0.1, 0.9), strict=True)],
+                 {"model": model, "opt": opt})
 
 
 @register(NUMBERS)
@@ -141,12 +140,8 @@ def update_every_second_call(seed: int) -> World:
 def number_as_a_size(seed: int) -> World:
     """A size cannot be an input of the graph: one program for each."""
     model, _ = _mlp()
-    return World(
-        lambda x, n: model.logits(x)[:n].sum() * n,
-        [(torch.randn(5, 6), n) for n in (2, 3, 1, 4, 2)],
-        {"model": model},
-        changing=True,
-    )
+    return World(lambda x, n: model.logits(x)[:n].sum() * n, [(torch.randn(5, 6), n) for n in (2, 3, 1, 4, 2)],
+                 {"model": model}, changing=True)
 
 
 @register(NUMBERS)
@@ -158,9 +153,8 @@ def number_in_a_text(seed: int) -> World:
         notes["last"] = f"call {n}"
         return model.logits(x).sum() * 2
 
-    return World(
-        step, [(torch.randn(5, 6), n) for n in (2, 3, 1, 4, 2)], {"model": model, "notes": notes}, changing=True
-    )
+    return World(step, [(torch.randn(5, 6), n) for n in (2, 3, 1, 4, 2)], {"model": model, "notes": notes},
+                 changing=True)
 
 
 @register(NUMBERS)

@@ -97,10 +97,8 @@ def _as_strided(x: Tensor, i: int, j: int) -> Tensor:
 
 def _places(x: Tensor) -> set[int]:
     """Where a tensor's elements lie, from the first."""
-    ways = (
-        range(0, size * stride, stride) if stride else [0] * size
-        for size, stride in zip(x.shape, x.stride(), strict=True)
-    )
+    ways = (range(0, size * stride, stride) if stride else [0] * size
+            for size, stride in zip(x.shape, x.stride(), strict=True))
     return set(map(sum, itertools.product(*ways)))
 
 

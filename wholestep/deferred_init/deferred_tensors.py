@@ -41,7 +41,7 @@ from wholestep.torch_compat import TorchDispatchMode, plain_subclasses, plain_to
 _METHODS = "numpy tolist __array__ data_ptr __repr__ __deepcopy__ __reduce_ex__ __dlpack__ apply_ map_"
 RAW = {getattr(torch.Tensor, name) for name in _METHODS.split()} | {torch.tensor}
 # Within `deferred()` also what gives the memory itself away: to pickle, to share, to read.
-MEMORY = {torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor.share_memory_}
+RAW_WITHIN = RAW | {torch.Tensor.untyped_storage, torch.Tensor.storage, torch.Tensor.share_memory_}
 
 active = threading.local()
 
@@ -188,7 +188,7 @@ def deferred() -> Iterator[None]:
 
 class _RawReads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in RAW | MEMORY:
+        if func in RAW_WITHIN:
             for tensor in tensors_of((args, kwargs or {})):
                 fill(tensor)
         return func(*args, **kwargs or {})
